@@ -1,4 +1,7 @@
-"""Products with weights on a GPU. The size of a product decides which kernels compute it."""
+"""Products with weights on a GPU. The size of a product decides which kernels compute it.
+
+`factors` are the LoRA adapters of a weight, in steps where some tokens have one. What they add to
+the product comes before activation and gate."""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import cublas
-from toolkit.kernels.triton import fp8, grouped, grouped_layout, linear
+from toolkit.kernels.triton import fp8, grouped, grouped_layout, linear, lora
 from toolkit.kernels.triton.activation import activation as activated
 from toolkit.kernels.triton.activation import gated_activation
+from toolkit.kernels.triton.epilogue import Delta
+from toolkit.kernels.triton.lora import Factors
 from toolkit.kernels.triton.matmul import Unscaled
 
 MORE_ROW_CLASSES = (128, 192, 256)
@@ -26,6 +31,7 @@ def product(
     *,
     gated: bool = False,
     out: Tensor | None = None,
+    factors: Factors | None = None,
 ) -> Tensor:
     """Return act(x Wᵀ + b), or act(gate) * up if W holds gate's rows, then up's.
 
@@ -35,7 +41,11 @@ def product(
 
     NOTE: on Hopper the weight may be read before the kernel ahead ends. See `linear.linear`."""
     if isinstance(x, Unscaled) or linear.fits(len(x), weight):
-        return linear.linear(x, weight, bias, activation, gated, out)
+        delta = _shrink(x, factors, keeps_splits=len(x) == 1)
+        return linear.linear(x, weight, bias, activation, gated, out, delta)
+    if factors is not None:
+        y = cublas.linear(x, weight, bias)
+        return lora.add(y, lora.shrink(x, factors), activation, gated, out)
     if activation == "gelu_tanh" and not gated and bias is not None and x.dtype != torch.float32:
         # cuBLAS adds the bias and applies this form of GELU while the sums are in registers.
         return torch._addmm_activation(bias, x, weight.T, use_gelu=True, out=out)
@@ -53,6 +63,28 @@ def fuses_norm(num_tokens: int, weight: Tensor) -> bool:
     return num_tokens > 1 and weight.dtype == torch.bfloat16 and linear.fits(num_tokens, weight)
 
 
+def add_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    square_sums: Tensor,
+    bias: Tensor | None = None,
+    factors: Factors | None = None,
+) -> Unscaled:
+    """Compute `linear.add_norm`."""
+    delta = _shrink(x, factors)
+    return linear.add_norm(x, weight, residual, norm_weight, eps, square_sums, bias, delta)
+
+
+def add_delta(
+    y: Tensor, x: Tensor, factors: Factors, activation: str | None = None, *, gated: bool = False
+) -> Tensor:
+    """Return act(y + what the adapters of x add), or act(gate) * up. y: a product with its bias."""
+    return lora.add(y.contiguous(), lora.shrink(x.contiguous(), factors), activation, gated)
+
+
 def fp8_product(
     x: Tensor,
     weight: Tensor,
@@ -61,6 +93,7 @@ def fp8_product(
     activation: str | None = None,
     *,
     gated: bool = False,
+    factors: Factors | None = None,
 ) -> Tensor:
     """Return `product` with the weight W * scale. weight: FP8; scale: fp32, one per row.
 
@@ -68,8 +101,11 @@ def fp8_product(
     nothing and is more exact. For many rows x is quantized too, with a scale for each token, for
     the FP8 rate of the tensor cores."""
     if len(x) <= fp8.TOKENS or any(size % ALIGNMENT for size in weight.shape):
-        return fp8.linear(x, weight, scale, bias, activation, gated)
+        delta = _shrink(x, factors, keeps_splits=fp8.uses_vector(len(x), weight))
+        return fp8.linear(x, weight, scale, bias, activation, gated, delta=delta)
     y = scaled_product(*fp8.quantize(x), weight, scale, bias, x.dtype)
+    if factors is not None:
+        return lora.add(y, lora.shrink(x, factors), activation, gated)
     return y if activation is None else _activate(y, activation, gated)
 
 
@@ -103,19 +139,45 @@ def grouped_product(
     activation: str | None = None,
     gated: bool = False,
     out: Tensor | None = None,
+    factors: Factors | None = None,
 ) -> Tensor:
     """Return `product` with a weight that has a scale for each group of columns.
 
     For many rows the weight is expanded to the type of x, for cuBLAS."""
     if isinstance(x, Unscaled) or len(x) <= GROUPED_TOKENS:
-        return grouped.linear(x, weight, bias, activation, gated, out)
+        delta = _shrink(x, factors)
+        return grouped.linear(x, weight, bias, activation, gated, out, delta=delta)
     dense = grouped_layout.expand(weight, x.dtype)
-    return product(x, dense, bias, activation, gated=gated, out=out)
+    return product(x, dense, bias, activation, gated=gated, out=out, factors=factors)
+
+
+def grouped_add_norm(
+    x: Tensor,
+    weight: grouped_layout.Grouped,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    square_sums: Tensor,
+    bias: Tensor | None = None,
+    factors: Factors | None = None,
+) -> Unscaled:
+    """Compute `grouped.add_norm`."""
+    delta = _shrink(x, factors)
+    return grouped.add_norm(x, weight, residual, norm_weight, eps, square_sums, bias, delta=delta)
 
 
 def fuses_grouped_norm(num_tokens: int, weight: grouped_layout.Grouped) -> bool:
     """Return True if an RMS norm is fused into `grouped_product`s of so many rows. Not FP8."""
     return num_tokens <= linear.MAX_TOKENS and not weight.is_fp8
+
+
+def _shrink(
+    x: Tensor | Unscaled, factors: Factors | None, *, keeps_splits: bool = False
+) -> Delta | None:
+    if factors is None:
+        return None
+    rows = x.x if isinstance(x, Unscaled) else x
+    return lora.shrink(rows, factors, keeps_splits=keeps_splits)
 
 
 def _activate(y: Tensor, kind: str, gated: bool, out: Tensor | None = None) -> Tensor:

@@ -425,19 +425,24 @@ def expand_inputs(
     block_table: Tensor,
     block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
+    adapters: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write (token ids, positions, cache slots), each `[num_tokens]`, of a step's packed tokens.
 
     rows, seq_lens: `[num_reqs]`, each request's row in the state and its length with this step's
     tokens, its last ones; query_start_loc: `[num_reqs + 1]`; token_ids: `[num_rows, max_len]`;
     block_table: `[num_rows, max_blocks]`. Tokens past the last request are padding: id 0, position
-    0, slot -1."""
+    0, slot -1. adapters: `[num_reqs]`, copied to their tokens `[num_tokens]`; padding has -1."""
     ids, positions, slots = out
+    if adapters is not None:
+        adapters[1].fill_(-1)
     for x, padding in ((ids, 0), (positions, 0), (slots, -1)):
         x.fill_(padding)
     bounds = query_start_loc.tolist()
     for request, (row, seq_len) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         begin, end = bounds[request], bounds[request + 1]
+        if adapters is not None:
+            adapters[1][begin:end] = adapters[0][request]
         position = torch.arange(seq_len - (end - begin), seq_len, device=token_ids.device)
         ids[begin:end] = token_ids[row, position]
         positions[begin:end] = position

@@ -23,11 +23,10 @@ class Kernels:
             attention,
             bitmask,
             embedding,
-            grouped,
             grouped_layout,
             inputs,
-            linear,
             logprobs,
+            lora,
             matmul,
             norm,
             penalties,
@@ -38,11 +37,14 @@ class Kernels:
         # Products
         self.product = products.product
         self.fuses_norm = products.fuses_norm
-        self.product_add_norm = linear.add_norm
+        self.product_add_norm = products.add_norm
         self.fp8_product = products.fp8_product
         self.grouped_product = products.grouped_product
         self.fuses_grouped_norm = products.fuses_grouped_norm
-        self.grouped_add_norm = grouped.add_norm
+        self.grouped_add_norm = products.grouped_add_norm
+        self.factors = lora.Factors
+        self.add_delta = products.add_delta
+        self.rank_block = lora.RANK_BLOCK
         self.empty_groups = grouped_layout.empty
         self.arrange_groups = grouped_layout.arrange
         self.expand_groups = grouped_layout.expand

@@ -54,7 +54,7 @@ ARROWS = {
     "weights": {"distributed", "gguf", "kernels"},
     "layers": {"attention", "distributed", "kernels", "weights"},
     "models": {"attention", "distributed", "gguf", "kernels", "layers", "weights"},
-    "lora": {"distributed", "layers", "weights"},
+    "lora": {"distributed", "kernels", "layers", "weights"},
     "pooling": {"models", "scheduler", "weights"},
     "worker": {
         "attention",

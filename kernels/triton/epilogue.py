@@ -4,8 +4,9 @@ A kernel multiplies a tile of the weight by x, in the weight's format, into sums
 is here: row scales, LoRA delta, the scale of rows that are not normed yet, bias, gate, activation,
 residual sum and norm. Absent parts compile to nothing: 0.0 takes the place of what they load.
 
-A kernel calls `tile_rows` and `tile_outputs`, `load_constants` before its `wait`, `load_inputs`
-after it, and `finish` after its loop."""
+A kernel calls `tile_rows` and `tile_outputs`, `load_constants` and `fetch_up` before its `wait`,
+`load_inputs` after it, and `finish` after its loop. Kernels of one row add their delta by
+`row_delta`. B may be read early: adapters are placed between steps."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -19,8 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply
+from .pdl import fetch
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+RANKS = tl.constexpr(16)
+"""Ranks of a block. Adapters have blocks of so many ranks, the last one padded with zeros."""
+AT_ONCE = tl.constexpr(4)  # blocks in one product
+FETCHED_ADAPTERS = tl.constexpr(8)  # at a time
 
 
 class Norm(NamedTuple):
@@ -35,13 +41,43 @@ class Norm(NamedTuple):
 class Delta(NamedTuple):
     """The sum x Aᵀ Bᵀ that each token's LoRA adapter adds to a product (arXiv:2106.09685).
 
-    Merged projections have their ranks side by side: B is zero outside of a projection's own. The
-    rank is a power of two, at least 16."""
+    A weight may have several parts, as q, k and v: each has ranks of its own in `low`, and its rows
+    of `up` are multiplied by those. `lora.shrink` computes `low`."""
 
-    low: Tensor  # x Aᵀ of each token's own adapter, [num_tokens, rank] in the type of x
+    low: Tensor
+    """x Aᵀ of each token's own adapter, [num_tokens, parts * rank] in the type of x. For one token
+    and the kernels of one row: its partial sums, fp32 [splits, parts * rank]."""
     up: Tensor  # B of each slot, [num_slots, rows of the weight, rank] in the type of x
-    slots: Tensor  # int32 [num_tokens], slot of each token's adapter; -1: none
-    used: Tensor  # int32 [1 + num_slots]: how many of the slots occur, and which
+    blocks: Tensor  # int32 [num_slots], blocks of RANKS ranks of each slot; 0: it adds nothing
+    parts: Tensor  # int32 [rows of the weight], the part of each row
+    places: Tensor  # int32 [num_tokens], place of each token's adapter in `used`; -1: none
+    used: Tensor  # int32 [2 + n]: number of slots in use, their most blocks (1 or more), the slots
+
+    @property
+    def rank(self) -> int:
+        return self.up.shape[2]
+
+    @property
+    def has_parts(self) -> bool:
+        return self.low.shape[1] > self.rank
+
+    def take(self, tokens: slice) -> Delta:
+        return self._replace(low=self.low[tokens], places=self.places[tokens])
+
+
+def row_arguments(delta: Delta | None, unused: Tensor) -> tuple[Tensor | int, ...]:
+    """Return the arguments of a kernel of one row: the delta, its number of splits, its stride."""
+    if delta is None:
+        return (unused,) * len(Delta._fields) + (0, 0)
+    return (*delta, *delta.low.shape)
+
+
+def row_constants(delta: Delta | None) -> dict[str, int | bool]:
+    """Return the constexpr arguments of a kernel of one row."""
+    if delta is None:
+        return {"RANK": 0, "PARTED": False, "SPLITS": 1}
+    splits = 1 << (len(delta.low) - 1).bit_length()
+    return {"RANK": delta.rank, "PARTED": delta.has_parts, "SPLITS": splits}
 
 
 @triton.jit
@@ -82,75 +118,183 @@ def load_constants(
     scale_ptr,
     bias_ptr,
     norm_ptr,
+    row_part_ptr,
     row,
     out_row,
     size,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
+    PARTED: tl.constexpr,
 ):
-    """Load what no kernel of a step writes: (row scales, bias, norm's weight)."""
+    """Load what no kernel of a step writes: (row scales, bias, norm's weight, rows' parts)."""
     return (
         tl.load(scale_ptr + row) if SCALED else 0.0,
         tl.load(bias_ptr + row).to(tl.float32) if BIASED else 0.0,
         tl.load(norm_ptr + out_row, mask=out_row < size, other=0.0).to(tl.float32)
         if NORMED
         else 0.0,
+        load_parts(row_part_ptr + row, PARTED, row.shape[0]),
     )
+
+
+@triton.jit
+def fetch_up(up_ptr, used_ptr, row, num_rows, RANK: tl.constexpr):
+    """Prefetch the rows of B of the adapters in use: at least their first 64 ranks."""
+    num_used = tl.load(used_ptr)
+    for first in range(0, num_used, FETCHED_ADAPTERS):
+        place = tl.minimum(first + tl.arange(0, FETCHED_ADAPTERS), num_used - 1)
+        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
+        fetch(up_ptr + (slot[None, :] * num_rows + row[:, None]) * RANK)
 
 
 @triton.jit
 def load_inputs(
     given_ptr,
     residual_ptr,
-    low_ptr,
-    slot_ptr,
+    block_ptr,
+    place_ptr,
     used_ptr,
     token,
     at_out,
     stored,
+    part,
     num_tokens,
     UNSCALED: tl.constexpr,
     NORMED: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """Load what earlier kernels wrote: (square sums, residual, x Aᵀ, its slots, their number)."""
+    """Load what earlier kernels wrote: (square sums, residual, adapters)."""
     live = token < num_tokens
-    at_low = (token * RANK)[:, None] + tl.arange(0, RANK or 1)[None, :]
     return (
         tl.load(given_ptr + token, mask=live, other=0.0).to(tl.float32) if UNSCALED else 0.0,
         tl.load(residual_ptr + at_out, mask=stored, other=0.0) if NORMED else 0.0,
-        tl.load(low_ptr + at_low, mask=live[:, None], other=0.0) if RANK else 0.0,
-        tl.load(slot_ptr + token, mask=live, other=-1) if RANK else 0.0,
-        tl.load(used_ptr) if RANK else 0.0,
+        _load_adapters(block_ptr, place_ptr, used_ptr, token, live, part) if RANK else 0.0,
     )
 
 
 @triton.jit
+def _load_adapters(block_ptr, place_ptr, used_ptr, token, live, part):
+    """Return (tokens' places in `used`, (first place, first part, number of parts, most blocks),
+    number of units, the first units).
+
+    A unit is a block of ranks of an adapter, of one part. Those of the tile's adapters and parts
+    are numbered, blocks first."""
+    index = tl.load(place_ptr + token, mask=live, other=-1)
+    first = tl.min(tl.where(index < 0, 2147483647, index))
+    places = tl.maximum(tl.max(index) - first + 1, 0)
+    first_part = tl.min(part)
+    num_parts = tl.max(part) - first_part + 1
+    most = tl.maximum(tl.load(used_ptr + 1), 1)
+    span = (first, first_part, num_parts, most)
+    total = places * num_parts * most
+    return index, span, total, _load_units(block_ptr, used_ptr, 0, span, total)
+
+
+@triton.jit
+def _load_units(block_ptr, used_ptr, start, span, total):
+    """Return (place in `used`, slot, part, block, whether there is one) of AT_ONCE units."""
+    first, first_part, num_parts, most = span
+    unit = start + tl.arange(0, AT_ONCE)
+    place = tl.where(unit < total, first + unit // most // num_parts, 0)
+    slot = tl.load(used_ptr + 2 + place)
+    block = unit % most
+    exists = (unit < total) & (block < tl.load(block_ptr + slot))
+    return place, slot.to(tl.int64), first_part + unit // most % num_parts, block, exists
+
+
+@triton.jit
 def _add_delta(
-    acc, low, slot, num_used, up_ptr, used_ptr, row, num_rows, WEIGHT_FIRST: tl.constexpr
+    acc,
+    adapters,
+    part,
+    low_ptr,
+    up_ptr,
+    block_ptr,
+    used_ptr,
+    row,
+    token,
+    num_rows,
+    low_stride,
+    RANK: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
 ):
     """Add x Aᵀ Bᵀ to sums `[tokens, rows]`. WEIGHT_FIRST: the product was weight @ xᵀ.
 
-    Each adapter in use is multiplied by all tokens, those of others as zeros: its tile of B is 2
-    to 4 per mille of the weight's tile."""
-    RANK: tl.constexpr = low.shape[1]
+    Each adapter of the tile's tokens is multiplied by all tokens, those of others as zeros: its
+    tile of B is 2 to 4 per mille of the weight's tile."""
+    index, span, total, units = adapters
     if WEIGHT_FIRST:
         delta = tl.zeros([acc.shape[1], acc.shape[0]], tl.float32)
     else:
         delta = tl.zeros(acc.shape, tl.float32)
-    for i in tl.range(0, num_used, num_stages=1):
-        adapter = tl.load(used_ptr + 1 + i)
-        at_up = (adapter.to(tl.int64) * num_rows + row) * RANK
-        up = tl.load(up_ptr + at_up[:, None] + tl.arange(0, RANK)[None, :])
-        own = tl.where((slot == adapter)[:, None], low, 0.0)
+    for start in tl.range(0, total, AT_ONCE, num_stages=1):
+        next_units = _load_units(block_ptr, used_ptr, start + AT_ONCE, span, total)
+        place, slot, unit_part, block, exists = units
+        column = (block * RANKS)[None, :, None] + tl.arange(0, RANKS)[None, None, :]
+        at_up = (slot[None, :] * num_rows + row[:, None]) * RANK
+        own = exists[None, :] & (part[:, None] == unit_part[None, :])
+        up = tl.load(up_ptr + at_up[:, :, None] + column, mask=own[:, :, None], other=0.0)
+        at_low = (token * low_stride)[:, None] + (unit_part * RANK)[None, :]
+        own = exists[None, :] & (index[:, None] == place[None, :])
+        low = tl.load(low_ptr + at_low[:, :, None] + column, mask=own[:, :, None], other=0.0)
+        up = tl.reshape(up, [acc.shape[1], AT_ONCE * RANKS])
+        low = tl.reshape(low, [acc.shape[0], AT_ONCE * RANKS])
         if WEIGHT_FIRST:
-            delta = dot(up, own, delta)
+            delta = dot(up, low, delta)
         else:
-            delta = dot(own, up, delta)
+            delta = dot(low, up, delta)
+        units = next_units
     if WEIGHT_FIRST:
         delta = tl.trans(delta)
     return acc + delta
+
+
+@triton.jit
+def adapter_of_row(block_ptr, place_ptr, used_ptr):
+    """Return (slot, number of blocks) of the only token's adapter. No blocks: it has none."""
+    place = tl.load(place_ptr)
+    slot = tl.load(used_ptr + 2 + tl.maximum(place, 0)).to(tl.int64)
+    return slot, tl.where(place < 0, 0, tl.load(block_ptr + slot))
+
+
+@triton.jit
+def load_parts(pointers, PARTED: tl.constexpr, ROWS: tl.constexpr):
+    """Return the parts of rows."""
+    if PARTED:
+        parts = tl.load(pointers)
+    else:
+        parts = tl.zeros([ROWS], tl.int32)
+    return parts
+
+
+@triton.jit
+def row_delta(
+    low_ptr,
+    up_ptr,
+    slot,
+    blocks,
+    part,
+    row,
+    num_rows,
+    splits,
+    low_stride,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Return what the adapter adds to rows of the only token.
+
+    Its factors are loaded here: held in registers from the start, they would cost programs."""
+    rank = tl.arange(0, RANKS)
+    split = tl.arange(0, SPLITS)[None, :, None]
+    ups = up_ptr + ((slot * num_rows + row) * RANK)[:, None] + rank[None, :]
+    lows = low_ptr + (part * RANK)[:, None, None] + split * low_stride + rank[None, None, :]
+    delta = tl.zeros([row.shape[0]], tl.float32)
+    for block in range(blocks):
+        up = tl.load(ups + block * RANKS).to(tl.float32)
+        low = tl.load(lows + block * RANKS, mask=split < splits, other=0.0)
+        delta += tl.sum(tl.sum(low, 1) * up, 1)
+    return delta
 
 
 @triton.jit
@@ -161,7 +305,9 @@ def finish(
     out_ptr,
     residual_ptr,
     found_ptr,
+    low_ptr,
     up_ptr,
+    block_ptr,
     used_ptr,
     row,
     token,
@@ -170,6 +316,7 @@ def finish(
     num_tokens,
     size,
     in_features,
+    low_stride,
     eps,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -184,15 +331,29 @@ def finish(
 
     acc: sums in fp32, `[rows, tokens]` if WEIGHT_FIRST, else transposed. constants, inputs: of
     `load_constants` and `load_inputs`; their absent parts are skipped."""
-    scale, bias, norm = constants
-    square_sums, residual, low, slot, num_used = inputs
+    scale, bias, norm, part = constants
+    square_sums, residual, adapters = inputs
     if WEIGHT_FIRST:
         acc = tl.trans(acc)
     if SCALED:
         acc *= scale[None, :]
     if RANK:
         num_rows = 2 * size if GATED else size
-        acc = _add_delta(acc, low, slot, num_used, up_ptr, used_ptr, row, num_rows, WEIGHT_FIRST)
+        acc = _add_delta(
+            acc,
+            adapters,
+            part,
+            low_ptr,
+            up_ptr,
+            block_ptr,
+            used_ptr,
+            row,
+            token,
+            num_rows,
+            low_stride,
+            RANK,
+            WEIGHT_FIRST,
+        )
     if UNSCALED:
         acc *= tl.rsqrt(square_sums / in_features + eps)[:, None]
     if BIASED:

@@ -16,9 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply, check_kind
+from .epilogue import (
+    Delta,
+    adapter_of_row,
+    load_parts,
+    row_arguments,
+    row_constants,
+    row_delta,
+)
 from .linear import _load_bias
 from .matmul import MAX_TOKENS, load_once, matmul
-from .pdl import release, supported, wait
+from .pdl import fetch, release, supported, wait
 
 FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)
@@ -61,19 +69,21 @@ def linear(
     activation: str | None = None,
     gated: bool = False,
     out: Tensor | None = None,
+    delta: Delta | None = None,
 ) -> Tensor:
     """Return act(x (W * scale)ᵀ + b), or act(gate) * up if W holds gate's rows, then up's.
 
     x: `[num_tokens, in]`, not FP8; weight: FP8 `[size, in]`, gated: `[2 * size, in]`; scale (fp32)
     and bias: one per row of the weight. All contiguous. Sums are in fp32, in an order that depends
-    on the shapes alone. More than MAX_TOKENS rows are done in runs. Returns `[num_tokens, size]`.
+    on the shapes alone. More than MAX_TOKENS rows are done in runs. `delta` is added before bias,
+    activation and gate. Returns `[num_tokens, size]`.
 
     NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it ends, like
     `linear.linear`.
 
     Raises ValueError for an unknown activation, a weight that is not FP8, or tensors that are not
     contiguous."""
-    num_tokens, in_features = x.shape
+    num_tokens = len(x)
     size = weight.shape[0] // 2 if gated else weight.shape[0]
     if activation is not None:
         check_kind(activation)
@@ -83,13 +93,19 @@ def linear(
         raise ValueError("x and the weight must be contiguous")
     if out is None:
         out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    if num_tokens == 1 and in_features % 16 == 0:  # the kernel reads aligned words of the weight
-        _vector(x, weight, scale, bias, activation, gated, out)
+    if uses_vector(num_tokens, weight):
+        _vector(x, weight, scale, bias, activation, gated, out, delta)
     else:
         for begin in range(0, num_tokens, MAX_TOKENS):
             rows = slice(begin, begin + MAX_TOKENS)
-            matmul(x[rows], weight, scale, bias, activation, gated, out[rows])
+            part = None if delta is None else delta.take(rows)
+            matmul(x[rows], weight, scale, bias, activation, gated, out[rows], delta=part)
     return out
+
+
+def uses_vector(num_tokens: int, weight: Tensor) -> bool:
+    """Return True for one row, if the kernel that reads aligned words of the weight can."""
+    return num_tokens == 1 and weight.shape[1] % 16 == 0
 
 
 def _vector(
@@ -100,6 +116,7 @@ def _vector(
     activation: str | None,
     gated: bool,
     out: Tensor,
+    delta: Delta | None,
 ) -> None:
     """Compute `linear` for one token, with tiles of as many bytes as those of `linear.linear`."""
     in_features, size = x.shape[1], out.shape[1]
@@ -111,6 +128,7 @@ def _vector(
         scale,
         weight if bias is None else bias,
         out,
+        *row_arguments(delta, out),
         size,
         in_features,
         ROWS=rows,
@@ -119,6 +137,7 @@ def _vector(
         BIASED=bias is not None,
         KIND=activation or "",
         GATED=gated,
+        **row_constants(delta),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=warps,
@@ -210,6 +229,14 @@ def _vector_kernel(
     scale_ptr,
     bias_ptr,
     out_ptr,
+    low_ptr,
+    up_ptr,
+    block_ptr,
+    row_part_ptr,
+    place_ptr,
+    used_ptr,
+    splits,
+    low_stride,
     size,
     in_features,
     ROWS: tl.constexpr,
@@ -218,6 +245,9 @@ def _vector_kernel(
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTED: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS outputs of the one token. Each tile is loaded while the one before is summed.
@@ -240,6 +270,16 @@ def _vector_kernel(
         up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
     scale = tl.load(scale_ptr + row)
     bias = _load_bias(bias_ptr + row, BIASED, ROWS)
+    num_rows = 2 * size if GATED else size
+    if RANK:
+        slot, blocks = adapter_of_row(block_ptr, place_ptr, used_ptr)
+        part = load_parts(row_part_ptr + row, PARTED, ROWS)
+        if PDL:
+            fetch(up_ptr + (slot * num_rows + row) * RANK)
+        if GATED:
+            up_part = load_parts(row_part_ptr + size + row, PARTED, ROWS)
+            if PDL:
+                fetch(up_ptr + (slot * num_rows + size + row) * RANK)
     wait(PDL)
     last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
     column = tl.arange(0, COLUMNS)[None, :]
@@ -259,8 +299,37 @@ def _vector_kernel(
     else:
         x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
     y = tl.sum(acc + _sums_by_four(weight, x, COLUMNS), 1) * scale + bias
+    if RANK:
+        y += row_delta(
+            low_ptr,
+            up_ptr,
+            slot,
+            blocks,
+            part,
+            row,
+            num_rows,
+            splits,
+            low_stride,
+            RANK,
+            SPLITS,
+        )
     if KIND != "":
         y = apply(y, KIND)
     if GATED:
-        y *= tl.sum(up_acc + _sums_by_four(up, x, COLUMNS), 1) * up_scale + up_bias
+        up_y = tl.sum(up_acc + _sums_by_four(up, x, COLUMNS), 1) * up_scale + up_bias
+        if RANK:
+            up_y += row_delta(
+                low_ptr,
+                up_ptr,
+                slot,
+                blocks,
+                up_part,
+                size + row,
+                num_rows,
+                splits,
+                low_stride,
+                RANK,
+                SPLITS,
+            )
+        y *= up_y
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))

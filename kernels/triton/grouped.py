@@ -25,6 +25,7 @@ from .epilogue import (
     Delta,
     Norm,
     dot,
+    fetch_up,
     finish,
     load_constants,
     load_inputs,
@@ -46,6 +47,7 @@ from .pdl import fetch, release, supported, wait
 
 TOKENS = 64  # most rows of x in a tile
 FEW_TOKENS = 16
+ADAPTED_STEPS = 4  # steps of a warp to prefetch while `lora.shrink` runs; without adapters, 2
 
 
 def linear(
@@ -167,10 +169,11 @@ def _run(
         out if norm is None else norm.residual,
         out if norm is None else norm.weight,
         out if norm is None else norm.square_sums,
-        *(delta or (out, out, out, out)),
+        *(delta or (out,) * len(Delta._fields)),
         num_tokens,
         num_rows // 2 if gated else num_rows,
         in_features,
+        0 if delta is None else delta.low.shape[-1],
         values.stride(-2),
         weight.step_stride,
         scales.shape[1],
@@ -185,7 +188,7 @@ def _run(
         PARTS=tile.parts,
         SPLITS=splits,
         STAGES=max(1, stages),
-        FETCHED=2 * tile.parts if pdl else 0,
+        FETCHED=(2 if delta is None else ADAPTED_STEPS) * tile.parts if pdl else 0,
         EVEN=in_features % step == 0,
         BIASED=bias is not None,
         KIND=activation or "",
@@ -193,7 +196,8 @@ def _run(
         UNSCALED=not scaled,
         LATE=late(num_tokens, activation, gated, norm is not None),
         NORMED=norm is not None,
-        RANK=0 if delta is None else delta.low.shape[1],
+        RANK=0 if delta is None else delta.rank,
+        PARTED=delta is not None and delta.has_parts,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=max(4, tile.rows // 16) if tile.parts == 1 else tile.parts,
@@ -411,11 +415,14 @@ def _grouped_kernel(
     found_ptr,
     low_ptr,
     up_ptr,
-    slot_ptr,
+    block_ptr,
+    row_part_ptr,
+    place_ptr,
     used_ptr,
     num_tokens,
     size,
     in_features,
+    low_stride,
     row_stride,
     step_stride,
     group_stride,
@@ -439,6 +446,7 @@ def _grouped_kernel(
     LATE: tl.constexpr,
     NORMED: tl.constexpr,
     RANK: tl.constexpr,
+    PARTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply ROWS rows of the weight by x, over `share` of its columns.
@@ -457,8 +465,20 @@ def _grouped_kernel(
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     at_out, stored = tile_outputs(token, out_row, num_tokens, size)
     constants = load_constants(
-        scale_ptr, bias_ptr, norm_ptr, row, out_row, size, False, BIASED, NORMED
+        scale_ptr,
+        bias_ptr,
+        norm_ptr,
+        row_part_ptr,
+        row,
+        out_row,
+        size,
+        False,
+        BIASED,
+        NORMED,
+        PARTED,
     )
+    if FETCHED and RANK:
+        fetch_up(up_ptr, used_ptr, row, 2 * size if GATED else size, RANK)
     weight_ptr += (begin // COLUMNS).to(tl.int64) * step_stride
     at_group = (begin // GROUP).to(tl.int64) * group_stride
     if PARTS == 1:
@@ -504,12 +524,13 @@ def _grouped_kernel(
     inputs = load_inputs(
         given_ptr,
         residual_ptr,
-        low_ptr,
-        slot_ptr,
+        block_ptr,
+        place_ptr,
         used_ptr,
         token,
         at_out,
         stored,
+        constants[3],
         num_tokens,
         UNSCALED,
         NORMED,
@@ -571,7 +592,9 @@ def _grouped_kernel(
         out_ptr,
         residual_ptr,
         found_ptr,
+        low_ptr,
         up_ptr,
+        block_ptr,
         used_ptr,
         row,
         token,
@@ -580,6 +603,7 @@ def _grouped_kernel(
         num_tokens,
         size,
         in_features,
+        low_stride,
         eps,
         False,
         BIASED,

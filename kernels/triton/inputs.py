@@ -22,6 +22,7 @@ def expand_inputs(
     block_table: Tensor,
     block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
+    adapters: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Compute `reference.expand_inputs`. Slots are int64, everything else int32."""
     num_tokens = out[0].shape[0]
@@ -32,11 +33,13 @@ def expand_inputs(
         token_ids,
         block_table,
         *out,
+        *(adapters or (rows, rows)),
         rows.shape[0],
         num_tokens,
         token_ids.stride(0),
         block_table.stride(0),
         BLOCK_SIZE=block_size,
+        ADAPTED=adapters is not None,
         TOKENS=TOKENS,
         REQUESTS=REQUESTS,
         num_warps=4,
@@ -63,11 +66,14 @@ def _expand_kernel(
     out_token_ptr,
     out_position_ptr,
     out_slot_ptr,
+    adapter_ptr,
+    out_adapter_ptr,
     num_reqs,
     num_tokens,
     token_stride,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
+    ADAPTED: tl.constexpr,
     TOKENS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -90,6 +96,9 @@ def _expand_kernel(
     tl.store(out_token_ptr + token, token_id, mask=stored)
     tl.store(out_position_ptr + token, position, mask=stored)
     tl.store(out_slot_ptr + token, slot, mask=stored)
+    if ADAPTED:
+        adapter = tl.load(adapter_ptr + request, mask=live, other=-1)
+        tl.store(out_adapter_ptr + token, adapter, mask=stored)
 
 
 @triton.jit

@@ -16,9 +16,17 @@ from torch import Tensor
 
 from . import matmul
 from .activation import apply, check_kind
-from .epilogue import Norm
+from .epilogue import (
+    Delta,
+    Norm,
+    adapter_of_row,
+    load_parts,
+    row_arguments,
+    row_constants,
+    row_delta,
+)
 from .matmul import Unscaled, load_once
-from .pdl import release, supported, wait
+from .pdl import fetch, release, supported, wait
 
 MAX_TOKENS = matmul.MAX_TOKENS
 FEW_TOKENS = 16  # rows of x up to which this is as fast as cuBLAS for every weight
@@ -33,12 +41,14 @@ def linear(
     activation: str | None = None,
     gated: bool = False,
     out: Tensor | None = None,
+    delta: Delta | None = None,
 ) -> Tensor:
     """Return act(x Wᵀ + b), or act(gate) * up if W holds gate's rows, then up's.
 
     x: `[num_tokens, in]`, num_tokens up to MAX_TOKENS, or a result of `add_norm`; weight: `[size,
     in]`, gated: `[2 * size, in]`; bias: one per row of the weight. All contiguous. Sums are in
-    fp32, in an order that depends on the shapes alone. Returns `[num_tokens, size]`.
+    fp32, in an order that depends on the shapes alone. `delta` is added before bias, activation and
+    gate. Returns `[num_tokens, size]`.
 
     NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it ends (see `pdl`): that
     kernel must not write the weight.
@@ -58,7 +68,7 @@ def linear(
     if out is None:
         out = torch.empty((num_tokens, size), dtype=rows.dtype, device=rows.device)
     if num_tokens > 1:
-        return matmul.matmul(x, weight, None, bias, activation, gated, out)
+        return matmul.matmul(x, weight, None, bias, activation, gated, out, delta=delta)
     if num_tokens:
         tile, columns, warps = (4, 1024, 2) if in_features <= 1024 else (2, 2048, 4)
         pdl = supported(rows.device)
@@ -67,6 +77,7 @@ def linear(
             weight,
             weight if bias is None else bias,
             out,
+            *row_arguments(delta, out),
             size,
             in_features,
             ROWS=tile,
@@ -75,6 +86,7 @@ def linear(
             BIASED=bias is not None,
             KIND=activation or "",
             GATED=gated,
+            **row_constants(delta),
             PDL=pdl,
             launch_pdl=pdl,
             num_warps=warps,
@@ -90,6 +102,7 @@ def add_norm(
     eps: float,
     square_sums: Tensor,
     bias: Tensor | None = None,
+    delta: Delta | None = None,
 ) -> Unscaled:
     """Return norm(x Wᵀ + b + residual) as an input of `linear`, for 2 to MAX_TOKENS tokens.
 
@@ -118,7 +131,8 @@ def add_norm(
             f"square_sums must be [{len(x)}] in float64, contiguous, "
             f"not {list(square_sums.shape)} in {square_sums.dtype}"
         )
-    return matmul.add_norm(x, weight, bias, Norm(residual, norm_weight, eps, square_sums))
+    norm = Norm(residual, norm_weight, eps, square_sums)
+    return matmul.add_norm(x, weight, bias, norm, delta=delta)
 
 
 def _check(x: Tensor, weight: Tensor, least: int = 0) -> None:
@@ -163,6 +177,14 @@ def _vector_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    low_ptr,
+    up_ptr,
+    block_ptr,
+    row_part_ptr,
+    place_ptr,
+    used_ptr,
+    splits,
+    low_stride,
     size,
     in_features,
     ROWS: tl.constexpr,
@@ -171,6 +193,9 @@ def _vector_kernel(
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTED: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS outputs of the one token. Each tile is loaded while the one before is summed.
@@ -188,6 +213,16 @@ def _vector_kernel(
         up_acc = tl.zeros([ROWS, COLUMNS // 8], tl.float32)
         up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
     bias = _load_bias(bias_ptr + row, BIASED, ROWS)
+    num_rows = 2 * size if GATED else size
+    if RANK:
+        slot, blocks = adapter_of_row(block_ptr, place_ptr, used_ptr)
+        part = load_parts(row_part_ptr + row, PARTED, ROWS)
+        if PDL:
+            fetch(up_ptr + (slot * num_rows + row) * RANK)
+        if GATED:
+            up_part = load_parts(row_part_ptr + size + row, PARTED, ROWS)
+            if PDL:
+                fetch(up_ptr + (slot * num_rows + size + row) * RANK)
     wait(PDL)
     last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
     for start in range(0, last, COLUMNS):
@@ -206,8 +241,37 @@ def _vector_kernel(
     else:
         x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
     y = tl.sum(acc + _sums_by_eight(weight, x, ROWS, COLUMNS), 1) + bias
+    if RANK:
+        y += row_delta(
+            low_ptr,
+            up_ptr,
+            slot,
+            blocks,
+            part,
+            row,
+            num_rows,
+            splits,
+            low_stride,
+            RANK,
+            SPLITS,
+        )
     if KIND != "":
         y = apply(y, KIND)
     if GATED:
-        y *= tl.sum(up_acc + _sums_by_eight(up, x, ROWS, COLUMNS), 1) + up_bias
+        up_y = tl.sum(up_acc + _sums_by_eight(up, x, ROWS, COLUMNS), 1) + up_bias
+        if RANK:
+            up_y += row_delta(
+                low_ptr,
+                up_ptr,
+                slot,
+                blocks,
+                up_part,
+                size + row,
+                num_rows,
+                splits,
+                low_stride,
+                RANK,
+                SPLITS,
+            )
+        y *= up_y
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))

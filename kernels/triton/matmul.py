@@ -29,6 +29,7 @@ from .epilogue import (
     Delta,
     Norm,
     dot,
+    fetch_up,
     finish,
     load_constants,
     load_inputs,
@@ -42,6 +43,7 @@ ROW_CLASSES = (1, 8, 16, 32, 48, MAX_TOKENS)
 """The most rows of x for which each kernel is chosen, here, in `linear`, `fp8` and `grouped`."""
 COLUMNS = 128  # columns per step of the loop and per part
 MULTIPROCESSORS = 132  # number on an H200
+ADAPTED_FETCH = 1 << 16  # most elements of a tile's weight to prefetch during `lora.shrink`
 ENOUGH = 72  # programs that keep more than half of them busy
 
 
@@ -137,6 +139,10 @@ def _run(
         parts = torch.empty(shape, dtype=torch.float32, device=x.device)
         counts = counters(x.device, num_tiles)
     pdl = supported(x.device)
+    fetched = max(2 * COLUMNS, step)
+    if delta is not None:  # x Aᵀ is computed meanwhile
+        most = min(ADAPTED_FETCH // max(64, tile.rows), 1 << (share.bit_length() - 1))
+        fetched = max(fetched, most)
     _tile_kernel[(num_tiles, tile.splits)](
         x,
         weight,
@@ -150,10 +156,11 @@ def _run(
         out if norm is None else norm.residual,
         out if norm is None else norm.weight,
         out if norm is None else norm.square_sums,
-        *(delta or (out, out, out, out)),
+        *(delta or (out,) * len(Delta._fields)),
         num_tokens,
         num_rows // 2 if gated else num_rows,
         in_features,
+        0 if delta is None else delta.low.shape[-1],
         share,
         TOKENS=tokens,
         ROWS=tile.rows,
@@ -161,7 +168,7 @@ def _run(
         PARTS=tile.parts,
         SPLITS=tile.splits,
         STAGES=max(1, stages),
-        FETCHED=max(2 * COLUMNS, step) if pdl else 0,
+        FETCHED=fetched if pdl else 0,
         LINE=128 // weight.itemsize,
         EVEN=in_features % step == 0,
         SCALED=scale is not None,
@@ -171,7 +178,8 @@ def _run(
         UNSCALED=not scaled,
         LATE=late(num_tokens, activation, gated, norm is not None),
         NORMED=norm is not None,
-        RANK=0 if delta is None else delta.low.shape[1],
+        RANK=0 if delta is None else delta.rank,
+        PARTED=delta is not None and delta.has_parts,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4 if tile.parts == 1 else tile.parts,
@@ -317,11 +325,14 @@ def _tile_kernel(
     found_ptr,
     low_ptr,
     up_ptr,
-    slot_ptr,
+    block_ptr,
+    row_part_ptr,
+    place_ptr,
     used_ptr,
     num_tokens,
     size,
     in_features,
+    low_stride,
     share,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -340,6 +351,7 @@ def _tile_kernel(
     LATE: tl.constexpr,
     NORMED: tl.constexpr,
     RANK: tl.constexpr,
+    PARTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply x by ROWS rows of the weight, over `share` of its columns.
@@ -362,8 +374,20 @@ def _tile_kernel(
     token = tl.arange(0, TOKENS)
     at_out, stored = tile_outputs(token, out_row, num_tokens, size)
     constants = load_constants(
-        scale_ptr, bias_ptr, norm_ptr, row, out_row, size, SCALED, BIASED, NORMED
+        scale_ptr,
+        bias_ptr,
+        norm_ptr,
+        row_part_ptr,
+        row,
+        out_row,
+        size,
+        SCALED,
+        BIASED,
+        NORMED,
+        PARTED,
     )
+    if FETCHED and RANK:
+        fetch_up(up_ptr, used_ptr, row, 2 * size if GATED else size, RANK)
     x_rows = x_ptr + token * in_features + begin
     if PARTS == 1:
         column = tl.arange(0, COLUMNS)[None, :]
@@ -383,12 +407,13 @@ def _tile_kernel(
     inputs = load_inputs(
         given_ptr,
         residual_ptr,
-        low_ptr,
-        slot_ptr,
+        block_ptr,
+        place_ptr,
         used_ptr,
         token,
         at_out,
         stored,
+        constants[3],
         num_tokens,
         UNSCALED,
         NORMED,
@@ -419,7 +444,9 @@ def _tile_kernel(
         out_ptr,
         residual_ptr,
         found_ptr,
+        low_ptr,
         up_ptr,
+        block_ptr,
         used_ptr,
         row,
         token,
@@ -428,6 +455,7 @@ def _tile_kernel(
         num_tokens,
         size,
         in_features,
+        low_stride,
         eps,
         SCALED,
         BIASED,

@@ -44,7 +44,7 @@ def supported(device: torch.device) -> bool:
 class Early(NamedTuple):
     """Parameters of a kernel that point to what it reads before its `wait`."""
 
-    constant: tuple[str, ...] = ()  # written while no step runs: weights, tables
+    constant: tuple[str, ...] = ()  # written while no step runs: weights, adapters, tables
     step: tuple[str, ...] = ()  # inputs of the step: written at least three kernels earlier
     fetched: tuple[str, ...] = ()
     """Only prefetched into the L2 cache, which always has the newest data: of any age."""
@@ -76,13 +76,27 @@ EARLY = {
     "attention_kernels.merge_kernel": Early(step=("query_start_ptr",)),
     "embedding._embed_kernel": Early(),
     "fp8._quantize_kernel": Early(),
-    "fp8._vector_kernel": Early(constant=("weight_ptr", "scale_ptr", "bias_ptr")),
-    "grouped._grouped_kernel": Early(
-        constant=("scale_ptr", "offset_ptr", "bias_ptr", "norm_ptr"), fetched=("weight_ptr",)
+    "fp8._vector_kernel": Early(
+        constant=("weight_ptr", "scale_ptr", "bias_ptr", "block_ptr", "row_part_ptr"),
+        step=("place_ptr", "used_ptr"),
+        fetched=("up_ptr",),
     ),
-    "linear._vector_kernel": _AFFINE,
+    "grouped._grouped_kernel": Early(
+        constant=("scale_ptr", "offset_ptr", "bias_ptr", "norm_ptr", "row_part_ptr"),
+        step=("used_ptr",),
+        fetched=("weight_ptr", "up_ptr"),
+    ),
+    "linear._vector_kernel": Early(
+        constant=("weight_ptr", "bias_ptr", "block_ptr", "row_part_ptr"),
+        step=("place_ptr", "used_ptr"),
+        fetched=("up_ptr",),
+    ),
+    "lora._add_kernel": Early(constant=("row_part_ptr",)),
+    "lora._shrink_kernel": Early(constant=("block_ptr",), step=("used_ptr",), fetched=("low_ptr",)),
     "matmul._tile_kernel": Early(
-        constant=("scale_ptr", "bias_ptr", "norm_ptr"), fetched=("weight_ptr",)
+        constant=("scale_ptr", "bias_ptr", "norm_ptr", "row_part_ptr"),
+        step=("used_ptr",),
+        fetched=("weight_ptr", "up_ptr"),
     ),
     "norm._join_kernel": Early(
         constant=(

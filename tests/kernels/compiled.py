@@ -12,10 +12,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from toolkit.kernels.triton import fp8, linear
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
 from toolkit.kernels.triton.grouped import _grouped_kernel
+from toolkit.kernels.triton.lora import _add_kernel, _shrink_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
 from toolkit.kernels.triton.norm import _join_kernel
 from toolkit.kernels.triton.rotary import _qk_norm_rope_write_kernel
@@ -129,10 +131,11 @@ TILE_TYPES = {
     "given_ptr": "*fp64",
     "found_ptr": "*fp64",
     "scale_ptr": "*fp32",
-    "slot_ptr": "*i32",
-    "used_ptr": "*i32",
     "eps": "fp32",
 }
+ADAPTERS = dict.fromkeys(("block_ptr", "row_part_ptr", "place_ptr", "used_ptr"), "*i32")
+TILE_TYPES |= ADAPTERS
+SHRINK = {"COLUMNS": 64, "WARPS": 4, "RANK": 16, "FETCHED": 256, "EVEN": True, "PDL": True}
 TILE = {
     "COLUMNS": 128,
     "FETCHED": 256,
@@ -149,7 +152,7 @@ def compile_tile(
 ) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
     plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False}
-    plain |= {"LATE": False, "RANK": 0}
+    plain |= {"LATE": False, "RANK": 0, "PARTED": False}
     compile_kernel(
         name,
         _tile_kernel,
@@ -166,13 +169,31 @@ def compile_grouped(
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
     weight = {"COLUMNS": 256, "GROUP": 128, "BLOCK_ROWS": 1, "PLANES": 4, "SHIFTED": False}
     plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False, "LATE": False}
-    rest = {"FETCHED": 2 * parts, "EVEN": True, "BIASED": False, "RANK": 0, "PDL": True}
-    constants = shape | weight | plain | rest | changes
+    rest = {"FETCHED": 2 * parts, "EVEN": True, "BIASED": False, "RANK": 0, "PARTED": False}
+    constants = shape | weight | plain | rest | {"PDL": True} | changes
     is_fp8 = constants["PLANES"] == 1
     types = TILE_TYPES | {"weight_ptr": "*fp8e4nv" if is_fp8 else "*u16", "scale_ptr": "*fp16"}
     compile_kernel(
         name, _grouped_kernel, types, constants, max(4, rows // 16) if parts == 1 else parts, 3
     )
+
+
+def compile_adapters() -> None:
+    shares = ADAPTERS | {"share_ptr": "*fp32", "count_ptr": "*i32", "low_ptr": "*bf16"}
+    for tokens, splits in ((1, 16), (8, 32), (32, 16), (32, 1)):
+        constants = SHRINK | {"TOKENS": tokens, "SPLITS": splits, "STAGES": 4}
+        types = shares | ({"out_ptr": "*fp32"} if tokens == 1 else {})
+        compile_kernel(f"shrink, {tokens} tokens", _shrink_kernel, types, constants, 4, 3)
+    end = {"KIND": "silu", "GATED": True, "RANK": 16, "PARTED": True, "PDL": True}
+    tile = {"TOKENS": 64, "ROWS": 128, "IN_PLACE": False}
+    compile_kernel("add", _add_kernel, ADAPTERS, tile | end, 8, 3)
+    plain = {"KIND": "", "GATED": False, "PARTED": False, "IN_PLACE": True}
+    compile_kernel("add in place", _add_kernel, ADAPTERS, tile | end | plain, 8, 3)
+    types = ADAPTERS | {"low_ptr": "*fp32", "scale_ptr": "*fp32"}
+    row = {"COLUMNS": 2048, "EVEN": True, "BIASED": False, "SPLITS": 16}
+    compile_kernel("one row", linear._vector_kernel, types, end | row | {"ROWS": 2}, 4, 3)
+    types["weight_ptr"] = "*fp8e4nv"
+    compile_kernel("one row, FP8", fp8._vector_kernel, types, end | row | {"ROWS": 4}, 4, 3)
 
 
 def compile_hopper(name: str, block_size: int, group: int, dtype: str) -> None:
@@ -216,7 +237,10 @@ def main() -> None:
     )
     compile_tile("product before a norm, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
     compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
-    compile_tile("product with adapters", 64, 64, 6, 1, 1, LATE=True, RANK=16)
+    compile_adapters()
+    compile_tile("product with adapters", 64, 64, 6, 1, 1, LATE=True, RANK=16, FETCHED=1024)
+    gated = {"GATED": True, "KIND": "silu", "LATE": True, "UNSCALED": True}
+    compile_tile("gated product with adapters", 64, 128, 4, 1, 1, RANK=64, PARTED=True, **gated)
     warps = {"NORMED": True, "LATE": True, "RANK": 16}
     compile_tile("product with adapters before a norm, warps", 8, 16, 5, 2, 1, **warps)
     compile_grouped("int4, wide", 8, 64, 3, 2, 1, GATED=True, KIND="silu", LATE=True)

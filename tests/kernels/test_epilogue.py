@@ -31,6 +31,7 @@ class Case:
     unscaled: bool = False  # x is not divided by its root mean square yet
     normed: bool = False  # a residual sum and a norm follow
     slots: tuple[int, ...] | None = None  # adapter of token i: slots[i % len]; None: no delta
+    parts: int = 1  # of the weight
     dtype: torch.dtype = torch.float32
 
 
@@ -49,17 +50,44 @@ def kernels(triton) -> SimpleNamespace:
     )
 
 
-def make_delta(kernels, x: Tensor, num_rows: int, slots: tuple[int, ...]):
-    """Return the delta of random adapters. Tokens without one have NaN as their x Aᵀ."""
+def make_delta(kernels, x: Tensor, num_rows: int, slots: tuple[int, ...], parts: int = 1):
+    """Return the delta of random adapters. Tokens without one have NaN as their x Aᵀ.
+
+    The adapter of slot i has i + 1 blocks of ranks."""
     tokens, device = len(x), x.device
-    slot = torch.tensor([slots[i % len(slots)] for i in range(tokens)], device=device).int()
-    low = torch.randn(tokens, RANK, device=device).to(x.dtype)
-    low[slot < 0] = NAN
-    up = (torch.randn(SLOTS, num_rows, RANK, device=device) / RANK**0.5).to(x.dtype)
-    found = slot[slot >= 0].unique().int()
-    used = torch.full((1 + SLOTS,), -1, dtype=torch.int32, device=device)
-    used[0], used[1 : 1 + len(found)] = len(found), found
-    return kernels.epilogue.Delta(low, up, slot, used)
+    slot = [slots[i % len(slots)] for i in range(tokens)]
+    found = sorted({one for one in slot if one >= 0})[::-1]
+    rank = RANK * max(1, *(one + 1 for one in slots))
+    low = torch.randn(tokens, parts * rank, device=device).to(x.dtype)
+    up = (torch.randn(SLOTS, num_rows, rank, device=device) / rank**0.5).to(x.dtype)
+    for token, one in enumerate(slot):
+        if one < 0:
+            low[token] = NAN
+        else:  # the ranks that its adapter lacks are not read
+            low[token].view(parts, rank)[:, (one + 1) * RANK :] = NAN
+            up[one, :, (one + 1) * RANK :] = NAN
+
+    def ints(values) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return kernels.epilogue.Delta(
+        low,
+        up,
+        ints([one + 1 for one in range(SLOTS)]),
+        ints([row * parts // num_rows for row in range(num_rows)]),
+        ints([found.index(one) if one >= 0 else -1 for one in slot]),
+        ints([len(found), rank // RANK, *found, *[99] * (SLOTS - len(found))][: 2 + SLOTS]),
+    )
+
+
+def add_delta(y: Tensor, delta) -> None:
+    """Add what adapters add to a product, in fp64, token by token."""
+    for token, place in enumerate(delta.places.tolist()):
+        if place >= 0:
+            slot = int(delta.used[2 + place])
+            ranks = int(delta.blocks[slot]) * RANK
+            low = delta.low[token].double().view(-1, delta.rank)[delta.parts.long(), :ranks]
+            y[token] += (delta.up[slot, :, :ranks].double() * low).sum(1)
 
 
 def random_int4(kernels, rows: int, columns: int, device: torch.device):
@@ -103,7 +131,7 @@ def make(kernels, case: Case, device: torch.device) -> dict[str, object]:
         "norm": norm,
         "delta": None
         if case.slots is None
-        else make_delta(kernels, x.x if case.unscaled else x, num_rows, case.slots),
+        else make_delta(kernels, x.x if case.unscaled else x, num_rows, case.slots, case.parts),
     }
 
 
@@ -134,10 +162,7 @@ def expected(kernels, case: Case, call: dict) -> tuple[Tensor, Tensor | None]:
         weight = kernels.grouped_layout.expand(weight, torch.float32)
     y = F.linear(x.double(), weight.double())
     if call["delta"] is not None:
-        delta = call["delta"]
-        for token, slot in enumerate(delta.slots.tolist()):
-            if slot >= 0:
-                y[token] += delta.up[slot].double() @ delta.low[token].double()
+        add_delta(y, call["delta"])
     if case.unscaled:
         y *= torch.rsqrt(call["x"].square_sums / case.in_features + EPS)[:, None]
     if call["bias"] is not None:
@@ -181,17 +206,18 @@ SLOT_CASES = [None, (-1,), (2,), (0, -1, 2, 2, 1)]
 
 
 @pytest.mark.parametrize(
-    ("weight", "end", "slots"),
+    ("weight", "end", "slots", "parts"),
     pairwise(
         [("plain", torch.float32), ("plain", torch.bfloat16), ("int4", torch.bfloat16)],
         ENDS,
         SLOT_CASES,
+        [1, 2, 3],
     ),
     ids=str,
 )
-def test_formats_share_every_end(kernels, device, weight, end, slots):
+def test_formats_share_every_end(kernels, device, weight, end, slots, parts):
     format, dtype = weight
-    check(kernels, device, Case(format, slots=slots, dtype=dtype, **end))
+    check(kernels, device, Case(format, slots=slots, parts=parts, dtype=dtype, **end))
 
 
 @pytest.mark.parametrize(
@@ -247,8 +273,8 @@ class Chain:
             for size in (QKV, HIDDEN, INNER, HIDDEN)
         ]
         self._deltas = [
-            None if slots is None else make_delta(kernels, self._x, rows, slots)
-            for rows, _ in SHAPES
+            None if slots is None else make_delta(kernels, self._x, rows, slots, parts)
+            for (rows, _), parts in zip(SHAPES, (3, 1, 2, 1), strict=True)
         ]
 
     def launch(self) -> None:

@@ -71,9 +71,12 @@ def test_expand_inputs_equals_reference(inputs, device, seed, padding):
     ]
     step = (*(x.to(device, torch.int32) for x in packed), token_ids, table, block_size)
     found, expected = (unfilled(sum(counts) + more_tokens, device) for _ in range(2))
-    inputs.expand_inputs(*step, found)
-    reference.expand_inputs(*step, expected)
+    adapters = torch.arange(len(packed[0]), dtype=torch.int32, device=device) % 3 - 1
+    of_tokens = [torch.full_like(found[0], 77) for _ in range(2)]
+    inputs.expand_inputs(*step, found, (adapters, of_tokens[0]))
+    reference.expand_inputs(*step, expected, (adapters, of_tokens[1]))
     assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+    assert of_tokens[0][: sum(counts)].tolist() == of_tokens[1][: sum(counts)].tolist()
 
 
 def test_copy_runs_equals_reference(inputs, device):

@@ -72,7 +72,7 @@ def test_size_decides_the_kernel(products, monkeypatch, tokens, shape, dtype, ex
     [(16, (64, 64), False), (17, (64, 64), True), (17, (64, 40), False), (17, (24, 64), False)],
 )
 def test_size_decides_the_precision_of_rows(products, monkeypatch, tokens, shape, quantizes):
-    monkeypatch.setattr(products.fp8, "linear", lambda *_: False)
+    monkeypatch.setattr(products.fp8, "linear", lambda *_, **more: False)
     monkeypatch.setattr(products.fp8, "quantize", lambda x: (x, x))
     monkeypatch.setattr(products, "scaled_product", lambda *_: True)
     weight, x = torch.empty(shape, device="meta"), torch.empty(tokens, shape[1], device="meta")

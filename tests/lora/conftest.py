@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 
@@ -40,6 +39,8 @@ class Adapter:
     """An adapter on disk, and its model in Transformers."""
 
     def __init__(self, name: str, folder: Path) -> None:
+        import peft  # GPU machines may lack it
+
         self.base, options = OPTIONS[name]
         self.folder = folder / name
         model = checkpoints.make_reference(self.base)

@@ -117,6 +117,20 @@ def test_quantized_models_have_adapters(adapter, checkpoint, quantization):
     assert base.outputs[0].logprobs != adapted.outputs[0].logprobs
 
 
+def test_adapters_are_scaled_like_the_weights_of_an_fp8_cache(adapter, checkpoint):
+    """Its scales are folded into keys, values and the output projection."""
+    one: Adapter = adapter("attention")
+    llm = engine(checkpoint(one.base), {"mine": one.folder}, kv_cache_dtype="fp8")
+    (result,) = generate(llm, [PROMPT], ["mine"], max_tokens=1, logprobs=0)
+    llm.shutdown()
+    with torch.no_grad():
+        logits = one.model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(0)
+    (token,) = result.outputs[0].token_ids
+    assert result.outputs[0].logprobs[0][token].logprob == pytest.approx(
+        logits[token].item(), abs=0.5
+    )
+
+
 async def test_streams_with_an_adapter_survive_their_core(adapter, checkpoint):
     one: Adapter = adapter("attention")
     modules = [f"mine={one.folder}"]

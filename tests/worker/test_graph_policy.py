@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from subprocess import run
 
 import numpy as np
@@ -84,6 +85,18 @@ def test_every_graph_is_used(limits):
     used |= {policy.shape_for(a_step([n], [0])) for n in range(2, most + 1)}
     assert used - {None} == set(policy.shapes)
     assert GraphPolicy(*limits, captures=False).shapes == []
+
+
+def test_graphs_have_twins_for_adapters():
+    plain, both = GraphPolicy(100, 8192, 32768), GraphPolicy(100, 8192, 32768, adapts=True)
+    assert [shape for shape in both.shapes if not shape.is_adapted] == plain.shapes
+    twins = {replace(shape, is_adapted=False) for shape in both.shapes if shape.is_adapted}
+    assert twins == set(plain.shapes)
+    for step in (a_step([1] * 3, [9] * 3), a_step([300, 1], [0, 5])):
+        assert both.shape_for(step) == plain.shape_for(step)
+        assert both.shape_for(step, is_adapted=True) == replace(
+            plain.shape_for(step), is_adapted=True
+        )
 
 
 def test_policy_needs_no_torch():

@@ -1,7 +1,7 @@
 """The interface of attention backends, and the choice among them."""
 
 import abc
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
@@ -32,6 +32,8 @@ class AttentionBatch:
     """Tokens whose last hidden states are needed, int64. None: all.
 
     The last layer skips the others after attention."""
+    when_kept: Callable[[], None] | None = None
+    """Is called when only the `wanted` tokens are left: products that follow have no others."""
     order: torch.Tensor | None = None  # [num_reqs], requests by descending context length
     query_lens: npt.NDArray[np.int32] | None = None  # on the host; None in a captured step
     context_lens: npt.NDArray[np.int32] | None = (

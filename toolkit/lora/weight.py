@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -42,6 +43,9 @@ class Active:
     def __init__(self) -> None:
         self._all = self._wanted = Groups(0, [])
 
+    def place(self, slot: int, rank: int) -> None:
+        """Do nothing: each weight has its parts of the adapter in this slot."""
+
     def set(self, slots: Slots, wanted: Slots) -> None:
         """Set the adapter of each token, and of each that the last layer's end computes."""
         self._all, self._wanted = Groups.of(slots), Groups.of(wanted)
@@ -56,49 +60,20 @@ class Part(NamedTuple):
     pair: Pair
 
 
-class AdaptedWeight(Weight):
+class Adapted(Weight):
     """A weight, and what each adapter adds to its products before activation and gate."""
 
     has_rows = False
 
-    def __init__(self, base: Weight, active: Active) -> None:
+    def __init__(self, base: Weight) -> None:
         super().__init__(*base.shape)
-        self.base, self._active = base, active
-        self.parts: dict[int, list[Part]] = {}  # by slot
-        self._has_own_end = False
+        self.base = base
+        self.row_factors: torch.Tensor | None = None
+        """Factors of the weight's rows, which those of each B have too. None: all are 1."""
 
-    @property
-    def nbytes(self) -> int:
-        return 0  # the base is counted
-
+    @abc.abstractmethod
     def place(self, slot: int, parts: list[Part]) -> None:
         """Replace the adapter of a slot. No parts: it does not change this weight."""
-        if parts:
-            self.parts[slot] = parts
-        else:
-            self.parts.pop(slot, None)
-
-    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor), "see fuses_norm"
-        groups = [one for one in self._active.groups(len(x)) if one[0] in self.parts]
-        if not self._has_own_end:
-            y = self.base.product(x, epilogue)
-            self._add(y, x, groups)
-            return y
-        y = self.base.product(x, Epilogue())
-        self._add(y, x, groups)
-        if epilogue.bias is not None:
-            y = y + epilogue.bias
-        return epilogue.activate(y)
-
-    def _add(
-        self, y: torch.Tensor, x: torch.Tensor, groups: list[tuple[int, torch.Tensor]]
-    ) -> None:
-        for slot, tokens in groups:
-            own = x[tokens].float()  # as in PEFT
-            for part in self.parts[slot]:
-                low, up = part.pair.low, part.pair.up
-                y[tokens, part.rows] += ((own @ low.T) @ up.T).to(y.dtype)
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("no embedding has adapters")
@@ -124,6 +99,56 @@ class AdaptedWeight(Weight):
 
     def multiply(self, factor: float, rows: slice = ALL) -> None:
         self.base.multiply(factor, rows)
+        if self.row_factors is None:
+            self.row_factors = torch.ones(self.shape[0], device="cpu")
+        self.row_factors[rows] *= factor
+
+
+class AdaptedWeight(Adapted):
+    """A weight whose adapters PyTorch multiplies."""
+
+    def __init__(self, base: Weight, active: Active) -> None:
+        super().__init__(base)
+        self._active = active
+        self.parts: dict[int, list[Part]] = {}  # by slot
+        self._has_own_end = False
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # the base is counted
+
+    def place(self, slot: int, parts: list[Part]) -> None:
+        if parts:
+            self.parts[slot] = [Part(one.rows, self._scaled(one)) for one in parts]
+        else:
+            self.parts.pop(slot, None)
+
+    def _scaled(self, part: Part) -> Pair:
+        if self.row_factors is None:
+            return part.pair
+        return Pair(part.pair.low, part.pair.up * self.row_factors[part.rows, None])
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "see fuses_norm"
+        groups = [one for one in self._active.groups(len(x)) if one[0] in self.parts]
+        if not self._has_own_end:
+            y = self.base.product(x, epilogue)
+            self._add(y, x, groups)
+            return y
+        y = self.base.product(x, Epilogue())
+        self._add(y, x, groups)
+        if epilogue.bias is not None:
+            y = y + epilogue.bias
+        return epilogue.activate(y)
+
+    def _add(
+        self, y: torch.Tensor, x: torch.Tensor, groups: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        for slot, tokens in groups:
+            own = x[tokens].float()  # as in PEFT
+            for part in self.parts[slot]:
+                low, up = part.pair.low, part.pair.up
+                y[tokens, part.rows] += ((own @ low.T) @ up.T).to(y.dtype)
 
     def finish(self, epilogue: Epilogue) -> Weight:
         # Adapters are added before the activation, which a packed weight would contain.

@@ -49,6 +49,8 @@ class Step(nn.Module):
             stream.add(mix.output, y if wanted is None else y[wanted])
         if wanted is not None:
             stream.keep(wanted)
+            if batch.when_kept is not None:
+                batch.when_kept()
 
     @property
     def attends(self) -> bool:

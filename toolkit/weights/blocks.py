@@ -32,7 +32,7 @@ class BlockWeight(Weight):
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
-        bias, activation, gated, dtype, _ = epilogue
+        bias, activation, gated, dtype, *_ = epilogue
         y = reference.linear(x, self.dequantize().to(x.dtype), bias, activation, gated)
         return y if dtype is None else y.to(dtype)
 

@@ -40,6 +40,10 @@ class FP8Weight(RowScaledWeight):
         self.values[rows].copy_(decoded.values)
         self.scales[rows].copy_(decoded.scales[:, 0])
 
+    @property
+    def adds_deltas(self) -> bool:
+        return kernels_for(self.values.device) is not None
+
     @staticmethod
     def choose_product(device: torch.device) -> ScaledProduct:
         kernels = kernels_for(device)

@@ -62,6 +62,8 @@ def _warn_of(layout: str, columns: int) -> None:
 class GroupedWeight(Weight):
     """A weight in the layout of `Groups` or `Blocks`, arranged for the kernels."""
 
+    adds_deltas = True
+
     def __init__(self, grouped: Grouped, layout: Layout, kernels: Kernels) -> None:
         super().__init__(*grouped.shape)
         self.layout, self.dtype = layout, torch.get_default_dtype()
@@ -81,11 +83,11 @@ class GroupedWeight(Weight):
         return self.grouped.nbytes + (0 if self.order is None else self.order.nbytes)
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
-        bias, activation, gated, _, out = epilogue
+        bias, activation, gated, _, out, factors = epilogue
         if self.order is not None:
             assert isinstance(x, torch.Tensor), "see fuses_norm"
             x = x.index_select(1, self.order)
-        return self._kernels.grouped_product(x, self.grouped, bias, activation, gated, out)
+        return self._kernels.grouped_product(x, self.grouped, bias, activation, gated, out, factors)
 
     def fuses_norm(self, num_tokens: int) -> bool:
         if self.order is not None or self.dtype != torch.bfloat16:
@@ -101,7 +103,14 @@ class GroupedWeight(Weight):
         square_sums: torch.Tensor,
     ) -> Unscaled:
         return self._kernels.grouped_add_norm(
-            x, self.grouped, residual, norm.weight, norm.eps, square_sums, epilogue.bias
+            x,
+            self.grouped,
+            residual,
+            norm.weight,
+            norm.eps,
+            square_sums,
+            epilogue.bias,
+            epilogue.factors,
         )
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:

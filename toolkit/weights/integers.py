@@ -63,7 +63,7 @@ class IntegerWeight(Weight):
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
-        bias, activation, gated, dtype, _ = epilogue
+        bias, activation, gated, dtype, *_ = epilogue
         groups = self.groups
         if groups.order is not None:
             x, groups = x[:, groups.order], replace(groups, order=None)

@@ -30,7 +30,7 @@ def pack(
     if cpu.available() and values.dtype in (torch.float32, torch.bfloat16, torch.int8):
         from toolkit.kernels.cpu.linear import PackedLinear
 
-        bias, activation, gated, result, _ = epilogue
+        bias, activation, gated, result, *_ = epilogue
         linear = PackedLinear(values, bias, scales, activation=activation, gated=gated)
         return PackedWeight(linear, gated, result, dtype)
     is_packed = _onednn_has(values.dtype) and not kernels_are_off()
@@ -45,7 +45,7 @@ def pack_groups(groups: Groups, epilogue: Epilogue, dtype: torch.dtype) -> Weigh
         return None
     from toolkit.kernels.cpu.groups import PackedGroups
 
-    bias, activation, gated, result, _ = epilogue
+    bias, activation, gated, result, *_ = epilogue
     product = PackedGroups(
         groups.values,
         groups.scales,

@@ -77,13 +77,17 @@ class PlainWeight(Weight):
 class GPUWeight(PlainWeight):
     """A weight that our kernels or cuBLAS multiply."""
 
+    adds_deltas = True
+
     def __init__(self, values: torch.Tensor, kernels: Kernels) -> None:
         super().__init__(values)
         self._kernels = kernels
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
-        bias, activation, gated, _, out = epilogue
-        return self._kernels.product(x, self.values, bias, activation, gated=gated, out=out)
+        bias, activation, gated, _, out, factors = epilogue
+        return self._kernels.product(
+            x, self.values, bias, activation, gated=gated, out=out, factors=factors
+        )
 
     def fuses_norm(self, num_tokens: int) -> bool:
         return self._kernels.fuses_norm(num_tokens, self.values)
@@ -98,7 +102,14 @@ class GPUWeight(PlainWeight):
     ) -> Unscaled:
         assert epilogue.activation is None
         return self._kernels.product_add_norm(
-            x, self.values, residual, norm.weight, norm.eps, square_sums, epilogue.bias
+            x,
+            self.values,
+            residual,
+            norm.weight,
+            norm.eps,
+            square_sums,
+            epilogue.bias,
+            epilogue.factors,
         )
 
     def take_shard(self, ids: torch.Tensor, shard: Shard) -> torch.Tensor:

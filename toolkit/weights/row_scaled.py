@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -55,8 +56,9 @@ class RowScaledWeight(Weight):
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
-        bias, activation, gated, dtype, _ = epilogue
-        y = self._product(x, self.values, self.scales, bias, activation, gated=gated)
+        bias, activation, gated, dtype, _, factors = epilogue
+        product = self._product if factors is None else partial(self._product, factors=factors)
+        y = product(x, self.values, self.scales, bias, activation, gated=gated)
         return y if dtype is None else y.to(dtype)
 
     @property

@@ -17,6 +17,7 @@ from toolkit.weights.groups import Decoded
 from toolkit.weights.slots import Slot
 
 if TYPE_CHECKING:
+    from toolkit.kernels.triton.lora import Factors
     from toolkit.kernels.triton.matmul import Unscaled
 
     Rows = torch.Tensor | Unscaled
@@ -34,6 +35,7 @@ class Epilogue(NamedTuple):
     gated: bool = False  # act(first half of the rows) · second half
     dtype: torch.dtype | None = None  # of the result on a CPU. None: that of the input's rows
     out: torch.Tensor | None = None  # buffer for the result on a GPU
+    factors: Factors | None = None  # LoRA adapters on a GPU, if `Weight.adds_deltas`
 
     def activate(self, y: torch.Tensor) -> torch.Tensor:
         """Return what follows the bias, by PyTorch."""
@@ -65,6 +67,11 @@ class Weight(nn.Module, abc.ABC):
     @abc.abstractmethod
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         """Return act(x Wᵀ + b), or act(gate) · up."""
+
+    @property
+    def adds_deltas(self) -> bool:
+        """True if products add the adapters of `Epilogue.factors`."""
+        return False
 
     def fuses_norm(self, num_tokens: int) -> bool:
         """Return True if products of so many rows support `add_norm`, and `Unscaled` rows."""

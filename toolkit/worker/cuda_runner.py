@@ -71,7 +71,7 @@ class CudaRunner(ModelRunner):
         graph = self._send_inputs(step)
         if graph is not None:
             graph.graph.replay()
-        hidden = self._forward(_exact_shape(step)) if graph is None else graph.out
+        hidden = self._forward(self._exact_shape(step)) if graph is None else graph.out
         self.model.stage.send(hidden[: step.total_tokens])
 
     def _send_inputs(self, step: SchedulerOutput) -> Graph | None:
@@ -93,9 +93,9 @@ class CudaRunner(ModelRunner):
             graph.graph.replay()
             logits = graph.out
         elif self._keeps_hidden(step):
-            hidden, logits = self._forward_keeping_hidden(_exact_shape(step))
+            hidden, logits = self._forward_keeping_hidden(self._exact_shape(step))
         else:
-            logits = self._forward(_exact_shape(step))
+            logits = self._forward(self._exact_shape(step))
         return hidden, functools.partial(self._collect_samples, step, logits)
 
     def _forward(self, shape: StepShape) -> torch.Tensor:
@@ -104,16 +104,37 @@ class CudaRunner(ModelRunner):
         Return logits [num_reqs, vocab], or hidden states for the next stage."""
         inputs = self.state.expand(shape)
         if not self.model.stage.is_last:
-            return self._compute(inputs.token_ids, inputs.batch)
+            return self._hidden(inputs)
         if shape.max_query_len > 1:
             inputs.batch.wanted = _last_tokens(inputs)
-        return self._logits_of(self._compute(inputs.token_ids, inputs.batch), inputs)
+        return self._logits_of(self._hidden(inputs), inputs)
 
     def _forward_keeping_hidden(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the step that was sent. Return the hidden states of all tokens, and logits."""
         inputs = self.state.expand(shape)
-        hidden = self._compute(inputs.token_ids, inputs.batch)
+        hidden = self._hidden(inputs)
         return hidden, self._logits_of(hidden[_last_tokens(inputs)], inputs)
+
+    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
+        active = self.state.active
+        if active is None:
+            return self._compute(inputs.token_ids, inputs.batch)
+        inputs.batch.when_kept = active.keep_wanted
+        with active.during(inputs.adapters):
+            return self._compute(inputs.token_ids, inputs.batch)
+
+    def _is_adapted(self, step: SchedulerOutput) -> bool:
+        return self.state.active is not None and bool(self.state.adapters[step.rows].any())
+
+    def _exact_shape(self, step: SchedulerOutput) -> StepShape:
+        context_lens = step.num_computed + step.num_tokens
+        return StepShape(
+            step.total_tokens,
+            len(step.rows),
+            int(step.num_tokens.max()),
+            int(context_lens.max()),
+            self._is_adapted(step),
+        )
 
     def _logits_of(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         logits = self.model.logits(hidden, self._logits[: len(hidden)])
@@ -225,7 +246,7 @@ class CudaRunner(ModelRunner):
 
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
         """Return the graph to replay for a step, or None. Graphs do not keep hidden states."""
-        shape = self.policy.shape_for(step)
+        shape = self.policy.shape_for(step, self._is_adapted(step))
         if shape is None or self._keeps_hidden(step):
             return None
         return self._graphs.get(shape)  # None before it is captured
@@ -234,13 +255,6 @@ class CudaRunner(ModelRunner):
 def _last_tokens(inputs: StepInputs) -> torch.Tensor:
     """Return the index of each request's last token in the step."""
     return (inputs.batch.query_start_loc[1:] - 1).clamp(min=0).long()
-
-
-def _exact_shape(step: SchedulerOutput) -> StepShape:
-    context_lens = step.num_computed + step.num_tokens
-    return StepShape(
-        step.total_tokens, len(step.rows), int(step.num_tokens.max()), int(context_lens.max())
-    )
 
 
 _NO_INTS = np.empty(0, np.int32)

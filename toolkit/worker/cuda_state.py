@@ -7,6 +7,7 @@ import torch
 
 from toolkit.attention import AttentionBatch
 from toolkit.kernels.table import Kernels
+from toolkit.lora.gpu_weight import GPUActive, StepAdapters
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import IntArray
@@ -25,6 +26,7 @@ class StepInputs:
     token_ids: torch.Tensor
     batch: AttentionBatch
     sample_positions: torch.Tensor
+    adapters: StepAdapters | None  # in a step with LoRA adapters
 
 
 class CudaBatchState(BatchState):
@@ -41,18 +43,31 @@ class CudaBatchState(BatchState):
         max_tokens: int,
         kernels: Kernels,
         processors: Loaded = NO_PROCESSORS,
+        active: GPUActive | None = None,
     ) -> None:
+        """active: LoRA adapters, if there are any."""
         super().__init__(num_rows + 1, max_model_len, block_size, device, processors)
         self._copy_runs, self._expand = kernels.copy_runs, kernels.expand_inputs
         self._staging = Staging(device)
         self._num_reqs, self.max_tokens = num_rows, max_tokens
-        self._packed = torch.zeros(5 * num_rows + 1, dtype=torch.int32, device=device)
+        self.active = active
+        sizes = [num_rows, num_rows + 1, num_rows, num_rows, num_rows]
+        if active is not None:
+            # Kernels are compiled for adapters' buffers that begin at 16 bytes.
+            sizes += [-sum(sizes) % 4, -(-num_rows // 4) * 4, 2 + active.num_slots]
+        self._ends = np.cumsum(sizes)
+        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        split = torch.split(self._packed, sizes)
         self._rows, self._query_start_loc, self._seq_lens, self._sample_positions, self._order = (
-            torch.split(self._packed, [num_rows, num_rows + 1, num_rows, num_rows, num_rows])
+            split[:5]
         )
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._adapters: StepAdapters | None = None
+        if active is not None:
+            tokens = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+            self._adapters = StepAdapters(used=split[7], tokens=tokens, requests=split[6])
 
     def apply(self, step: SchedulerOutput) -> None:
         if step.new_rows:
@@ -77,6 +92,7 @@ class CudaBatchState(BatchState):
         sampling = self.sampling
         for one in new:
             sampling.set(one.row, one.spec, one.seed)
+            self.adapters[one.row] = one.adapter
         rows = np.array([one.row for one in new], np.int32)
         token_runs, tokens = _runs(rows, [one.token_ids for one in new])
         block_runs, blocks = _runs(rows, [one.blocks for one in new])
@@ -108,10 +124,8 @@ class CudaBatchState(BatchState):
     def send(self, step: SchedulerOutput) -> None:
         """Send a step's numbers to the device, padded to all requests."""
         n, size = len(step.rows), self._num_reqs
-        packed = np.empty(5 * size + 1, np.int32)
-        rows, starts, lens, samples, order = np.split(
-            packed, (size, 2 * size + 1, 3 * size + 1, 4 * size + 1)
-        )
+        packed = np.empty(self._ends[-1], np.int32)
+        rows, starts, lens, samples, order, *adapters = np.split(packed, self._ends[:-1])
         rows[:n], rows[n:] = step.rows, size
         starts[0] = 0
         np.cumsum(step.num_tokens, out=starts[1 : n + 1])
@@ -122,6 +136,9 @@ class CudaBatchState(BatchState):
         samples[n:] = -1
         order[:n] = np.argsort(-lens[:n])
         order[n:] = np.arange(n, size)
+        if self.active is not None:
+            _, index, used = adapters
+            self.active.pack(self.adapters[step.rows], index, used)
         self._staging.send_into(self._packed, [packed])
 
     def expand(self, shape: StepShape) -> StepInputs:
@@ -129,7 +146,22 @@ class CudaBatchState(BatchState):
         n, tokens = shape.num_reqs, shape.num_tokens
         rows, starts, lens = self._rows[:n], self._query_start_loc[: n + 1], self._seq_lens[:n]
         out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
-        self._expand(rows, starts, lens, self.token_ids, self.block_table, self.block_size, out)
+        adapters = None
+        if shape.is_adapted:
+            assert self._adapters is not None
+            adapters = StepAdapters(
+                self._adapters.used, self._adapters.tokens[:tokens], self._adapters.requests[:n]
+            )
+        self._expand(
+            rows,
+            starts,
+            lens,
+            self.token_ids,
+            self.block_table,
+            self.block_size,
+            out,
+            None if adapters is None else (adapters.requests, adapters.tokens),
+        )
         batch = AttentionBatch(
             positions=out[1],
             slot_mapping=out[2],
@@ -141,7 +173,7 @@ class CudaBatchState(BatchState):
             max_seq_len=shape.max_seq_len,
             order=self._order[:n],
         )
-        return StepInputs(out[0], batch, self._sample_positions[:n])
+        return StepInputs(out[0], batch, self._sample_positions[:n], adapters)
 
 
 def _runs(rows: np.ndarray, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ A graph is a step of one padded shape: the fewer shapes, the more padding, and t
 longer the start and the more memory. Steps without a graph run kernel by kernel."""
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.scheduler import SchedulerOutput
@@ -28,6 +28,7 @@ class StepShape:
     num_reqs: int
     max_query_len: int
     max_seq_len: int
+    is_adapted: bool = False  # some requests may have LoRA adapters
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class GraphPolicy:
     max_model_len: int
     captures: bool = True
     """False if no step has a graph: --enforce-eager, or attention that cannot be captured."""
+    adapts: bool = False
+    """True if there are LoRA adapters. Each graph then has a twin for steps that use some."""
 
     @property
     def most_requests(self) -> int:
@@ -70,10 +73,16 @@ class GraphPolicy:
             return []
         shapes = [*map(self._decode_shape, self.decode_sizes)]
         shapes += map(self._mixed_shape, self.mixed_sizes)
+        if self.adapts:
+            shapes += [replace(shape, is_adapted=True) for shape in shapes]
         return sorted(shapes, key=lambda s: (s.num_tokens, s.max_query_len), reverse=True)
 
-    def shape_for(self, step: SchedulerOutput) -> StepShape | None:
+    def shape_for(self, step: SchedulerOutput, is_adapted: bool = False) -> StepShape | None:
         """Return the smallest captured shape that the step fits into. None: no graph is faster."""
+        shape = self._plain_shape_for(step)
+        return replace(shape, is_adapted=True) if shape is not None and is_adapted else shape
+
+    def _plain_shape_for(self, step: SchedulerOutput) -> StepShape | None:
         if not self.captures:
             return None
         total = step.total_tokens

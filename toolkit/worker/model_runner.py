@@ -16,6 +16,7 @@ from toolkit.attention import AttentionBackend, AttentionBatch
 from toolkit.attention.cpu import kernels_support
 from toolkit.hardware.parent import is_own_process
 from toolkit.lora.adapters import Adapters
+from toolkit.lora.weight import Active
 from toolkit.models.model import CausalLM
 from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks
@@ -106,9 +107,7 @@ class ModelRunner:
             self.pooling.apply(step)
         if not len(step.rows):
             return _empty_output(step)
-        if self.adapters is not None:
-            slots = self.state.adapters[step.rows]
-            self.adapters.active.set(np.repeat(slots, step.num_tokens), slots[step.samples])
+        self._set_adapters(step)
         if not self.model.stage.is_last:
             self._send_to_next_stage(step)
             return _empty_output(step)
@@ -129,6 +128,11 @@ class ModelRunner:
                 self.device,
             )
         return self._start_output(step, sample(None), prompt_logprobs, pooled)
+
+    def _set_adapters(self, step: SchedulerOutput) -> None:
+        if self.adapters is not None and isinstance(self.adapters.active, Active):
+            slots = self.state.adapters[step.rows]
+            self.adapters.active.set(np.repeat(slots, step.num_tokens), slots[step.samples])
 
     def _pools(self, step: SchedulerOutput) -> bool:
         return self.pooling is not None and self.pooling.is_needed(step)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -72,7 +73,8 @@ class WarmUp:
                 for shape in shapes:  # padding is for graphs
                     each, more = divmod(shape.num_tokens, shape.num_reqs)
                     counts = [each + 1] * more + [each] * (shape.num_reqs - more)
-                    self._run_step(counts, shape.max_seq_len - counts[0])
+                    context = shape.max_seq_len - counts[0]
+                    self._run_step(counts, context, is_adapted=shape.is_adapted)
 
     def _shapes(self, row_classes: Sequence[int]) -> list[StepShape]:
         """Return shapes whose steps launch every kernel.
@@ -91,6 +93,10 @@ class WarmUp:
                 n = min(count, tokens - 1)
                 if n > 0 and tokens <= n * longest:
                     shapes.append(StepShape(tokens, n, tokens - n + 1, longest))
+        if policy.adapts:
+            # Adapters do not depend on contexts.
+            found = [one for one in shapes if one.max_seq_len == longest]
+            shapes += [replace(one, is_adapted=True) for one in found]
         return shapes
 
     @staticmethod
@@ -149,10 +155,12 @@ class WarmUp:
         params: SamplingParams = _RANDOM,
         *,
         is_constrained: bool = False,
+        is_adapted: bool = False,
     ) -> None:
         """Run a step of requests with these numbers of random tokens, each sampling one.
 
-        `context`: tokens before them. `is_constrained`: with a grammar that allows all tokens."""
+        `context`: tokens before them. `is_constrained`: with a grammar that allows all tokens.
+        `is_adapted`: with the LoRA adapter of the first slot."""
         num_requests, longest = len(counts), max(counts)
         blocks_each = -(-(context + longest) // self._info.block_size)
         tokens = np.random.default_rng(0).integers(
@@ -181,6 +189,7 @@ class WarmUp:
                         i % self._info.num_blocks
                         for i in range(row * blocks_each, (row + 1) * blocks_each)
                     ],
+                    adapter=int(is_adapted),
                 )
                 for row in range(num_requests)
             ],

@@ -29,6 +29,7 @@ from toolkit.kernels.table import kernels_for
 from toolkit.lora.adapters import Adapters
 from toolkit.lora.files import find_adapter
 from toolkit.lora.peft import read_config
+from toolkit.lora.weight import Active, Adapted
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
@@ -351,7 +352,14 @@ class Worker:
         )
         if self.config.lora.is_enabled:
             self._require_adapters(model, device)
-            self._adapters = Adapters(model, everything, self._max_lora_rank())
+            lora, rank = self.config.lora, self._max_lora_rank()
+            with self._on_stream(), self._room_for_weights(device):
+                self._adapters = Adapters(
+                    model, everything, rank, lora.max_loras, dtype, kernels_for(device)
+                )
+            self._weight_bytes += sum(
+                module.nbytes for module in model.modules() if isinstance(module, Adapted)
+            )
         given = self.config.model
         fill = find_weights(model, self.folder, given.load_format, given.seed, everything.slots())
         if device.type == "cuda" and self.world.size == 1:
@@ -404,13 +412,16 @@ class Worker:
     def _require_adapters(self, model: Model, device: torch.device) -> None:
         """Raise ConfigError if the model cannot have adapters here."""
         problem = None
-        if device.type != "cpu":
-            problem = "adapters run on CPUs only so far. Add --device cpu"
+        if device.type != "cpu" and kernels_for(device) is None:
+            problem = "adapters on a GPU need the package triton"
         elif not isinstance(model, Decoder):
             problem = f"adapters of {model.architecture} are not supported: tk has no code of it"
         if problem is not None:
             raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
-        logger.info("adapters: steps are not recorded, and activations are kernels of their own")
+        if device.type == "cpu":
+            logger.info(
+                "adapters: steps are not recorded, and activations are kernels of their own"
+            )
 
     def _fill(self, model: Model, device: torch.device, fill: Fill, stop: threading.Event) -> None:
         with self._on_stream(), self._room_for_weights(device):
@@ -468,11 +479,14 @@ class Worker:
             if kernels is None:
                 plain = BatchState(num_rows, max_len, block_size, device, self._processors)
                 return ModelRunner(model, backend, cache, plain)
+            active = None if self._adapters is None else self._adapters.active
+            assert not isinstance(active, Active), "adapters have the device of the runner"
             state = CudaBatchState(
-                num_rows, max_len, block_size, device, budget, kernels, self._processors
+                num_rows, max_len, block_size, device, budget, kernels, self._processors, active
             )
             captures = backend.is_capturable and not config.device.enforce_eager
-            policy = GraphPolicy(num_rows, budget, max_len, captures=captures)
+            adapts = active is not None
+            policy = GraphPolicy(num_rows, budget, max_len, captures=captures, adapts=adapts)
             made = CudaRunner(model, backend, cache, state, kernels, policy)
             if captures and model.may_synchronize and made.synchronizes():
                 logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")

@@ -1,0 +1,170 @@
+"""A projection's weight with adapters on a GPU, and the adapters in use in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from toolkit.kernels import reference
+from toolkit.kernels.table import Kernels
+from toolkit.lora.weight import BASE, Adapted, Part, Slots
+from toolkit.weights.weight import Epilogue, Weight, parameter
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.lora import Factors
+    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.weights.weight import Rows
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of a step, on the device. All int32."""
+
+    used: torch.Tensor
+    """[2 + n]: how many adapters are in use, the most blocks of ranks of one, their slots."""
+    tokens: torch.Tensor  # [num_tokens], place of each token's adapter in `used`; -1: none
+    requests: torch.Tensor  # [num_reqs], the same of each request
+
+
+class GPUActive:
+    """The adapters of the step that is launched or captured. All projections share it.
+
+    Kernels are launched in the model's order, so what is set here holds for those that follow."""
+
+    def __init__(self, num_slots: int, rank_block: int) -> None:
+        self.num_slots = num_slots
+        self._rank_block = rank_block
+        self._blocks = np.ones(num_slots + 1, np.int32)  # of ranks, by slot
+        self._step: StepAdapters | None = None
+        self._keeps_all = True
+
+    def place(self, slot: int, rank: int) -> None:
+        """Set the highest rank of a slot's adapter."""
+        self._blocks[slot] = max(1, -(-rank // self._rank_block))
+
+    def pack(self, slots: Slots, index: Slots, used: Slots) -> None:
+        """Fill `index` [num_reqs] and `used` [2 + num_slots] of `StepAdapters`."""
+        index[:] = -1
+        used[:] = 0
+        found = list(dict.fromkeys(slots[slots != BASE].tolist()))
+        if found:
+            places = np.full(self.num_slots + 1, -1, np.int32)
+            places[found] = np.arange(len(found))
+            index[: len(slots)] = places[slots]
+            used[0], used[1] = len(found), self._blocks[found].max()
+            used[2 : 2 + len(found)] = found
+            used[2 : 2 + len(found)] -= 1  # kernels count slots from 0
+
+    @contextmanager
+    def during(self, step: StepAdapters | None) -> Iterator[None]:
+        """Launch a step inside, with these adapters or without any."""
+        self._step, self._keeps_all = step, True
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def keep_wanted(self) -> None:
+        """Go on with one token of each request, which the step wants."""
+        self._keeps_all = False
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (`used`, place of each row's adapter in it). None: a step without adapters."""
+        if self._step is None:
+            return None
+        used, tokens, requests = self._step
+        return used, tokens if self._keeps_all else requests
+
+
+class GPUAdaptedWeight(Adapted):
+    """A weight, and a buffer for each slot's adapter, at a fixed address for CUDA graphs."""
+
+    def __init__(
+        self,
+        base: Weight,
+        active: GPUActive,
+        parts: Sequence[int],
+        max_rank: int,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> None:
+        """parts: rows of each projection, whose adapters have ranks of their own."""
+        super().__init__(base)
+        self._active, self._kernels = active, kernels
+        rows, columns = base.shape
+        block = kernels.rank_block
+        self._rank, self._block = -(-max_rank // block) * block, block
+        device, num_slots = next(base.parameters()).device, active.num_slots
+        low, up = (num_slots, len(parts) * self._rank, columns), (num_slots, rows, self._rank)
+        self._low = parameter(torch.zeros(low, dtype=dtype, device=device))
+        self._up = parameter(torch.zeros(up, dtype=dtype, device=device))
+        self._blocks = parameter(torch.zeros(num_slots, dtype=torch.int32, device=device))
+        index = torch.arange(len(parts), dtype=torch.int32)
+        self._parts = parameter(index.repeat_interleave(torch.tensor(parts)).to(device))
+        first_rows = [0, *accumulate(parts)][:-1]
+        self._first_ranks = {row: i * self._rank for i, row in enumerate(first_rows)}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in (self._low, self._up, self._blocks, self._parts))
+
+    def place(self, slot: int, parts: list[Part]) -> None:
+        """Replace the adapter of a slot on the current stream."""
+        at = slot - 1  # slot 0 is the base model
+        ranks = [len(one.pair.low) for one in parts]
+        blocks = -(-max(ranks, default=0) // self._block)
+        self._blocks[at].fill_(blocks)
+        if not parts:
+            return
+        self._low[at].zero_()
+        self._up[at].zero_()
+        for (rows, pair), rank in zip(parts, ranks, strict=True):
+            first = self._first_ranks[rows.start]
+            self._low[at, first : first + rank].copy_(pair.low, non_blocking=True)
+            self._up[at, rows, :rank].copy_(pair.up, non_blocking=True)
+        if self.row_factors is not None:  # powers of two
+            self.row_factors = self.row_factors.to(self._up)
+            self._up[at].mul_(self.row_factors[:, None])
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        factors = self._factors()
+        if self.base.adds_deltas:
+            return self.base.product(x, epilogue._replace(factors=factors))
+        assert isinstance(x, torch.Tensor), "see fuses_norm"
+        y = self.base.product(x, Epilogue())
+        if epilogue.bias is not None:
+            y = y + epilogue.bias
+        if factors is None:
+            return epilogue.activate(y)
+        activation, gated = epilogue.activation, epilogue.gated
+        return self._kernels.add_delta(y, x, factors, activation, gated=gated)
+
+    def fuses_norm(self, num_tokens: int) -> bool:
+        return self.base.fuses_norm(num_tokens)
+
+    def add_norm(
+        self,
+        x: torch.Tensor,
+        epilogue: Epilogue,
+        residual: torch.Tensor,
+        norm: reference.Norm,
+        square_sums: torch.Tensor,
+    ) -> Unscaled:
+        epilogue = epilogue._replace(factors=self._factors())
+        return self.base.add_norm(x, epilogue, residual, norm, square_sums)
+
+    def finish(self, epilogue: Epilogue) -> Weight:
+        self.base = self.base.finish(epilogue if self.base.adds_deltas else Epilogue())
+        return self
+
+    def _factors(self) -> Factors | None:
+        rows = self._active.rows
+        if rows is None:
+            return None
+        used, index = rows
+        return self._kernels.factors(self._low, self._up, self._blocks, self._parts, index, used)
