@@ -81,6 +81,7 @@ class Product:
             panel_words=panel_words,
         )
         self.address = ctypes.addressof(self.struct)
+        self._sums: WeightStruct | None = None  # for `sums`
 
     def by_column(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return values of W's rows in the order of the panels' columns."""
@@ -91,18 +92,36 @@ class Product:
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Map [rows, in] to [rows, out] in `dtype`: fp32 or bfloat16, by default that of x."""
-        rows, depth = x.shape
-        if depth != self.depth or x.dtype not in self.dtypes:
+        return self._run(self.struct, x, dtype)
+
+    def sums(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Map [rows, in] to x Wᵀ + b without activation and gate, [rows, rows of W]."""
+        if self._sums is None:
+            # The same panels, with all of their columns side by side.
+            self._sums = WeightStruct.from_buffer_copy(self.struct)
+            self._sums.activation, self._sums.gated = ACTIVATIONS[None], 0
+            if self._gated:
+                self._sums.columns = len(self.panels) * COLUMNS
+        y = self._run(self._sums, x, dtype)
+        if not self._gated:
+            return y
+        halves = y.view(len(y), len(self.panels), 2, self._width).transpose(1, 2)
+        return halves.reshape(len(y), 2, -1)[:, :, : self.columns].reshape(len(y), -1)
+
+    def _run(
+        self, struct: WeightStruct, x: torch.Tensor, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        if x.shape[1] != self.depth or x.dtype not in self.dtypes:
             raise ValueError(
                 f"x must be [rows, {self.depth}] in {self.dtypes}, not {list(x.shape)} in {x.dtype}"
             )
         x = x.contiguous()
-        y = torch.empty(rows, self.columns, dtype=dtype or x.dtype)
+        y = torch.empty(len(x), struct.columns, dtype=dtype or x.dtype)
         self.product_kernel.run(
-            self.address,
+            ctypes.addressof(struct),
             x.data_ptr(),
             x.dtype == torch.bfloat16,
-            rows,
+            len(x),
             y.data_ptr(),
             y.dtype == torch.bfloat16,
         )

@@ -129,6 +129,9 @@ def test_products_equal_dequantized_weights(case):
         exact = expected(case, x, groups, bias)
         assert (y - exact).norm() < 0.05 * exact.norm()
         assert torch.equal(product(x, BF16), y.to(BF16))
+        plain = case._replace(activation=None, gated=False)
+        sums = expected(plain, rounded(x, case.group), groups, bias)
+        torch.testing.assert_close(product.sums(x, FP32).double(), sums, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)

@@ -67,10 +67,15 @@ def test_products_equal_reference(kind, gated):
     for shape, activation in zip(SHAPES, itertools.cycle(ACTIVATIONS), strict=False):
         x, weight, bias = make(*shape, KINDS[kind])
         weight = weight.to(KINDS[kind])
-        y = PackedLinear(weight, bias, activation=activation, gated=gated)(x, torch.float32)
+        linear = PackedLinear(weight, bias, activation=activation, gated=gated)
         torch.testing.assert_close(
-            y, exact(x, weight, bias, activation, gated), atol=1e-5, rtol=1e-5
+            linear(x, torch.float32),
+            exact(x, weight, bias, activation, gated),
+            atol=1e-5,
+            rtol=1e-5,
         )
+        sums = exact(x, weight, bias, None, False)
+        torch.testing.assert_close(linear.sums(x, torch.float32), sums, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,9 +84,11 @@ def test_int8_products_equal_reference(dtype, gated):
     for shape, activation in zip(SHAPES, itertools.cycle(ACTIVATIONS), strict=False):
         x, weight, bias = make(*shape, dtype)
         rows, scale = quantized(weight)
-        y = PackedLinear(rows, bias, scale, activation=activation, gated=gated)(x, torch.float32)
+        linear = PackedLinear(rows, bias, scale, activation=activation, gated=gated)
         expected = reference.linear_int8(x.float(), rows, scale, bias, activation, gated)
-        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(linear(x, torch.float32), expected, atol=1e-5, rtol=1e-5)
+        sums = reference.linear_int8(x.float(), rows, scale, bias, None, False)
+        torch.testing.assert_close(linear.sums(x, torch.float32), sums, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

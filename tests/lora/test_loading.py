@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -73,6 +74,22 @@ def test_requests_bring_folders(adapter, checkpoint, tmp_path):
     base = llm.generate(prompts, PARAMS)[0]
     assert base.outputs[0].token_ids not in tokens(answers)
     llm.shutdown()
+
+
+def test_an_adapter_may_hold_the_tokenizer_of_its_base_only(adapter, checkpoint, tmp_path):
+    one = adapter("attention")
+    folder, base = tmp_path / "mine", checkpoint(one.base)
+    shutil.copytree(one.folder, folder)
+    content = json.loads((base / "tokenizer.json").read_text())
+    content["padding"] = {"strategy": {"Fixed": 8}}  # changes no token
+    (folder / "tokenizer.json").write_text(json.dumps(content, indent=1))
+    llm = engine(base, {"mine": folder})
+    assert tokens(generate(llm, [PROMPT], ["mine"])) == [one.greedy(PROMPT, COUNT)]
+    llm.shutdown()
+    content["added_tokens"].append({"id": 999, "content": "<new>"})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"its tokenizer\.json is not that of the base model"):
+        engine(base, {"mine": folder})
 
 
 def replace(folder: Path, other: Path) -> None:

@@ -4,7 +4,8 @@ A step of one request is short, so Python's time between its hundred kernels cou
 for gpt2 in fp32, and of 8 ms in int8.
 
 There is one recording for each number of requests. Layers that compute with more than kernels
-(several ranks, another attention backend, a cache in FP8) cannot be recorded and are called."""
+(several ranks, another attention backend, a cache in FP8, a step with LoRA adapters) cannot be
+recorded and are called."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Replay:
             and cpu.available()
             and len(x) == len(batch.seq_lens) <= MAX_TOKENS
             and batch.wanted is None
+            and not batch.is_adapted
         )
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:

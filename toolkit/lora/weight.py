@@ -111,7 +111,6 @@ class AdaptedWeight(Adapted):
         super().__init__(base)
         self._active = active
         self.parts: dict[int, list[Part]] = {}  # by slot
-        self._has_own_end = False
 
     @property
     def nbytes(self) -> int:
@@ -131,14 +130,14 @@ class AdaptedWeight(Adapted):
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
         groups = [one for one in self._active.groups(len(x)) if one[0] in self.parts]
-        if not self._has_own_end:
+        if not groups:
+            return self.base.product(x, epilogue)
+        if epilogue.activation is None and not epilogue.gated:
             y = self.base.product(x, epilogue)
             self._add(y, x, groups)
             return y
-        y = self.base.product(x, Epilogue())
+        y = self.base.product(x, Epilogue(epilogue.bias))
         self._add(y, x, groups)
-        if epilogue.bias is not None:
-            y = y + epilogue.bias
         return epilogue.activate(y)
 
     def _add(
@@ -151,7 +150,5 @@ class AdaptedWeight(Adapted):
                 y[tokens, part.rows] += ((own @ low.T) @ up.T).to(y.dtype)
 
     def finish(self, epilogue: Epilogue) -> Weight:
-        # Adapters are added before the activation, which a packed weight would contain.
-        self._has_own_end = epilogue.activation is not None or epilogue.gated
-        self.base = self.base.finish(Epilogue() if self._has_own_end else epilogue)
+        self.base = self.base.finish(epilogue)
         return self

@@ -61,7 +61,9 @@ def pack_groups(groups: Groups, epilogue: Epilogue, dtype: torch.dtype) -> Weigh
 
 
 class PackedWeight(Weight):
-    """A weight for our CPU kernels, which contains the end of its products."""
+    """A weight for our CPU kernels, which contains the end of its products.
+
+    A product with an epilogue that has no activation and gate leaves those out."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class PackedWeight(Weight):
         self.has_rows = not gated
         self.order: torch.Tensor | None = None  # of the columns, see `Groups`
         self._linear, self._result, self._dtype = linear, result, dtype
+        self._has_end = bool(linear.struct.activation or linear.struct.gated)
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +85,11 @@ class PackedWeight(Weight):
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
-        return self._linear(x if self.order is None else x[:, self.order], self._result)
+        if self.order is not None:
+            x = x[:, self.order]
+        if self._has_end and epilogue.activation is None and not epilogue.gated:
+            return self._linear.sums(x, self._result)
+        return self._linear(x, self._result)
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._linear.rows(ids, self._dtype)

@@ -82,6 +82,7 @@ class BatchState:
             max_seq_len=int(context_lens.max()),
             query_lens=step.num_tokens,
             context_lens=context_lens,
+            is_adapted=bool(self.adapters[step.rows].any()),
         )
         return self._take(self.token_ids, rows, positions), batch
 

@@ -29,6 +29,7 @@ from toolkit.kernels.table import kernels_for
 from toolkit.lora.adapters import Adapters
 from toolkit.lora.files import find_adapter
 from toolkit.lora.peft import read_config
+from toolkit.lora.tokenizer import require_same_tokenizer
 from toolkit.lora.weight import Active, Adapted
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
@@ -371,7 +372,7 @@ class Worker:
         if device.type == "cpu":
             del fill  # refers to the unpacked weights
             model.pack_weights()
-            if isinstance(model, CausalLM) and (self.config.device.enforce_eager or self._adapters):
+            if isinstance(model, CausalLM) and self.config.device.enforce_eager:
                 model.disable_recording()
             memory.trim_heap()
             self._weight_bytes = model.nbytes
@@ -381,7 +382,7 @@ class Worker:
         """Do an operation. Between steps; the next ones may run before the result is there."""
         assert self._adapters is not None, "no operation without adapters"
         if isinstance(operation, LoadAdapter):
-            return self._reader.submit(self._adapters.read, operation.adapter)
+            return self._reader.submit(self._read_adapter, self._adapters, operation.adapter)
         self._adapters.forget(operation.adapter)
         done: Future[None] = Future()
         done.set_result(None)
@@ -403,11 +404,16 @@ class Worker:
         found: list[Adapter] = []
         for name, path in config.adapters.items():
             adapter = find_adapter(name, Path(path))
-            adapters.read(adapter)
+            self._read_adapter(adapters, adapter)
             if len(found) >= config.num_in_memory:
                 adapters.forget(adapter)
             found.append(adapter)
         return found
+
+    def _read_adapter(self, adapters: Adapters, adapter: Adapter) -> None:
+        tokenizer = self.config.model.tokenizer
+        require_same_tokenizer(adapter, self.folder if tokenizer is None else Path(tokenizer))
+        adapters.read(adapter)
 
     def _require_adapters(self, model: Model, device: torch.device) -> None:
         """Raise ConfigError if the model cannot have adapters here."""
@@ -418,10 +424,6 @@ class Worker:
             problem = f"adapters of {model.architecture} are not supported: tk has no code of it"
         if problem is not None:
             raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
-        if device.type == "cpu":
-            logger.info(
-                "adapters: steps are not recorded, and activations are kernels of their own"
-            )
 
     def _fill(self, model: Model, device: torch.device, fill: Fill, stop: threading.Event) -> None:
         with self._on_stream(), self._room_for_weights(device):
