@@ -18,6 +18,7 @@ from tests import checkpoints
 from tests.lora.conftest import COUNT, CPU, OPTIONS, PROMPT, Adapter, engine, generate, tokens
 from toolkit import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
+from toolkit.kernels import cpu
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -72,6 +73,21 @@ def test_prefixes_are_shared_only_with_the_same_adapter(adapter, checkpoint):
     llm.shutdown()
     assert cached == [0, 0, 8, 8]
     assert given == [one.greedy(PROMPT, COUNT)]
+
+
+def test_steps_without_adapters_are_recorded_and_others_are_not(adapter, checkpoint):
+    one: Adapter = adapter("all")
+    llm = engine(checkpoint(one.base), {"mine": one.folder})
+    recorded = llm._core.executor._worker.runner.model._replay._recorded
+    adapted = [tokens(generate(llm, [PROMPT], ["mine"]))]
+    assert not recorded
+    base = [tokens(generate(llm, [PROMPT], [""])) for _ in range(2)]
+    assert all(recorded.values()) == cpu.available()
+    adapted.append(tokens(generate(llm, [PROMPT], ["mine"])))
+    llm.shutdown()
+    reference = checkpoints.make_reference(one.base)
+    assert base == [[checkpoints.greedy(reference, PROMPT, COUNT)]] * 2
+    assert adapted == [[one.greedy(PROMPT, COUNT)]] * 2
 
 
 def test_logprobs_are_those_of_the_adapter(adapter, checkpoint):
