@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -82,6 +83,10 @@ def test_folders_of_the_directory_are_models(caller, adapters):
         assert caller.answer(name) == text(adapters[name].model)
     assert {"base", "attention", "all", "patterns"} <= caller.models()
     assert "is not served here" in caller.answer("../attention")
+
+
+def test_the_ready_card_names_adapters(server):
+    assert re.search(r"adapters +patterns; ranks of up to 16", "".join(server.lines))
 
 
 def test_all_workers_serve_what_one_has_loaded(caller, adapters, folder):

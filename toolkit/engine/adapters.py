@@ -135,9 +135,9 @@ class AdapterRegistry:
                 f"lora_name must have 1 to {MAX_NAME} printable characters.", param="lora_name"
             )
         configured = self._config.adapters
-        folder = Path(path).expanduser()
-        if self._root is not None and not folder.is_absolute() and not folder.exists():
-            folder = self._root / path
+        folder = Path(path).expanduser().absolute()
+        if self._root is not None and (self._root / path).exists():
+            folder = (self._root / path).absolute()
         if path not in configured.values() and not self._is_inside(folder):
             allowed = (
                 "Without --lora-dir, only those of --lora-modules can be loaded again"

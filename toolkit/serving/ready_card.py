@@ -9,6 +9,8 @@ from toolkit.serving.front import ServedModel
 from toolkit.units import count
 from toolkit.version import __version__
 
+MOST_NAMES = 8  # of adapters
+
 
 def print_ready_card(
     served: ServedModel, name: str, listener: socket.socket, config: ServerConfig, seconds: float
@@ -40,6 +42,11 @@ def print_ready_card(
         table.add_row(
             "tasks", f"{', '.join(info.tasks)}: texts of up to {info.max_model_len:,} tokens"
         )
+    if info.max_lora_rank:
+        names = [one.name for one in info.adapters]
+        listed = ", ".join(names[:MOST_NAMES]) or "none yet"
+        listed += f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        table.add_row("adapters", f"{listed}; ranks of up to {info.max_lora_rank}")
     more = f"  (OpenAI API at {url}/v1, docs at {url}/docs)"
     table.add_row("URL", Text.assemble((url, "bold"), more))
     if config.uds is not None:
