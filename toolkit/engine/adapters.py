@@ -134,11 +134,10 @@ class AdapterRegistry:
             raise InvalidRequestError(
                 f"lora_name must have 1 to {MAX_NAME} printable characters.", param="lora_name"
             )
-        configured = self._config.adapters
-        folder = Path(path).expanduser().absolute()
-        if self._root is not None and (self._root / path).exists():
-            folder = (self._root / path).absolute()
-        if path not in configured.values() and not self._is_inside(folder):
+        root = self._root or Path()
+        if path in self._config.adapters.values():
+            folder = locate_adapter(path)
+        elif not self._is_inside(folder := root / Path(path).expanduser()):
             allowed = (
                 "Without --lora-dir, only those of --lora-modules can be loaded again"
                 if self._root is None
@@ -148,7 +147,7 @@ class AdapterRegistry:
                 f"lora_path {path!r} is not allowed. {allowed}.", param="lora_path"
             )
         try:
-            return find_adapter(name, folder)
+            return find_adapter(name, folder.absolute())
         except CheckpointError as error:
             raise ModelNotFoundError(error.message, param="lora_path") from None
 
