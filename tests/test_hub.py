@@ -43,7 +43,7 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., str]:
             "    package.__path__ = [str(pathlib.Path(toolkit.__file__).parent / 'models')]\n"
             "else:\n"
             "    from toolkit import LLM, SamplingParams\n"
-            "from toolkit.hub import locate, locate_tokenizer\n"
+            "from toolkit.hub import locate, locate_adapter, locate_tokenizer\n"
             "from toolkit.errors import ToolkitError\n"
             f"try:\n    print({expression})\n"
             "except ToolkitError as error:\n"
@@ -222,3 +222,17 @@ def test_cache_folder_equals_the_hub_librarys(settings, monkeypatch):
         check=True,
     )
     assert [os.path.abspath(path) for path in asked] == [os.path.abspath(theirs.stdout.strip())]
+
+
+def test_adapters_are_found_like_models(hub, ask, tmp_path):
+    """From the hub, then from the cache; a folder is taken as it is."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_bytes(b"{}")
+    hub.add("org/sql", adapter)
+    found = Path(ask("locate_adapter('org/sql')"))
+    assert {path.name for path in found.iterdir()} >= {path.name for path in adapter.iterdir()}
+    assert ask("locate_adapter('org/sql')", HF_HUB_OFFLINE="1") == str(found)
+    assert ask("locate_adapter('./adapter')") == "adapter"
+    assert "There is no model org/other" in ask("locate_adapter('org/other')")
