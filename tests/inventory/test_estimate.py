@@ -27,6 +27,7 @@ from toolkit.inventory.checkpoint import Checkpoint, read_folder
 from toolkit.inventory.dry_run import dry_run
 from toolkit.inventory.estimate import CUDA_RUNTIME, estimate
 from toolkit.kernels import cpu
+from toolkit.lora.adapters import Adapters
 from toolkit.models.build import build_model, load_config
 from toolkit.worker.kv_cache import cache_layout
 from toolkit.worker.worker import Worker
@@ -97,6 +98,23 @@ def test_int8_weights_take_a_quarter_including_the_head():
     assert result.weights <= info.weight_bytes < 1.02 * result.weights
     unquantized = estimate(read_folder(Path(MODEL_DIR), "demo"), settings(), find_device("cpu"))
     assert 3.5 < unquantized.weights / result.weights < 4.0
+
+
+def test_slots_of_adapters_on_a_gpu_are_counted(checkpoint):
+    folder = checkpoint("llama3-gqa")
+    config = EngineConfig.from_settings({"max_loras": 3, "max_lora_rank": 20, "enable_lora": True})
+    model = build_model(
+        load_config(folder, config.model),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        max_model_len=64,
+    )
+    kernels = SimpleNamespace(rank_block=16)
+    adapters = Adapters(model, model, 20, 3, torch.bfloat16, kernels)
+    read = read_folder(folder, "model")
+    with_slots, without = (estimate(read, one, H200) for one in (config, EngineConfig()))
+    slots = sum(weight.nbytes for weight in adapters._weights)
+    assert with_slots.weights - without.weights == pytest.approx(slots, rel=0.02)
 
 
 @pytest.mark.parametrize(

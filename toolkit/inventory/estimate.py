@@ -17,6 +17,7 @@ from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device
 from toolkit.hardware.figures import CPU_CACHE_SHARE, SAMPLING_BYTES
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
+from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.cache_layout import CacheLayout, KVShape
 from toolkit.models.describe import Attention, Decoder, Parameter
 from toolkit.models.model_config import resolve_dtype
@@ -24,6 +25,7 @@ from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
 from toolkit.weights.layout import DENSE, Kind, Layout, while_loading
 
+RANK_BLOCK = 16  # ranks of adapters are padded to a multiple of this on a GPU
 CPU_RUNTIME = 400 * 2**20
 """Memory of a CPU server's processes without weights and cache: 223 MiB idle (2026-11-21)."""
 CUDA_RUNTIME = 700 * 2**20  # memory of a process's CUDA context, kernels and workspaces
@@ -204,6 +206,11 @@ def _tensor_bytes(
     quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
     tables = ("head", "embedding") if checkpoint.config.tie_word_embeddings else ("head",)
     is_grouped = device.kind == "cuda" and dtype != "float32"
+    # Of adapters on a GPU, for each row and column. Ranks that share the model have less.
+    slot_bytes = 0
+    if engine.lora.is_enabled and device.kind == "cuda":
+        rank = -(-(engine.lora.max_lora_rank or LEAST_MAX_RANK) // RANK_BLOCK) * RANK_BLOCK
+        slot_bytes = engine.lora.max_loras * rank * TYPE_BYTES[dtype]
 
     def layout(parameter: Parameter) -> Layout:
         name, columns = parameter.name.removesuffix(".weight"), parameter.shape[-1]
@@ -222,7 +229,8 @@ def _tensor_bytes(
             return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
         rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
         stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)
-        return -(-stored // num_ranks)
+        slots = slot_bytes * (rows + columns) if parameter.kind == "linear" else 0
+        return -(-stored // num_ranks) + slots
 
     return nbytes
 

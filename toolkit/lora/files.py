@@ -6,6 +6,7 @@ from pathlib import Path
 from toolkit.errors import CheckpointError
 from toolkit.sequence import Adapter
 
+LEAST_MAX_RANK = 16  # that adapters may have without --max-lora-rank
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _ADVICE = {
     CONFIG: "An adapter is a folder in PEFT's format",

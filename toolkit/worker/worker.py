@@ -27,7 +27,7 @@ from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels import cpu
 from toolkit.kernels.table import kernels_for
 from toolkit.lora.adapters import Adapters
-from toolkit.lora.files import find_adapter
+from toolkit.lora.files import LEAST_MAX_RANK, find_adapter
 from toolkit.lora.peft import read_config
 from toolkit.lora.tokenizer import require_same_tokenizer
 from toolkit.lora.weight import Active, Adapted
@@ -60,7 +60,6 @@ from toolkit.worker.warm_up import WarmUp
 logger = logging.getLogger(__name__)
 
 
-LEAST_MAX_RANK = 16  # that adapters may have without --max-lora-rank
 ABORT_TIMEOUT = 20.0  # seconds to wait for another thread that disconnects from the ranks
 
 
