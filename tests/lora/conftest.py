@@ -26,6 +26,8 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "gpt2": ("gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"]}),
     "fused": ("phi3", {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj"]}),
+    "ends": ("llama3-gqa", {"r": 4, "target_modules": ["embed_tokens", "lm_head", "up_proj"]}),
+    "tied": ("gpt2", {"r": 4, "target_modules": ["wte", "lm_head"]}),
     "interleaved": ("gpt-neox", {"r": 4, "target_modules": ["query_key_value"]}),
 }
 """Base model and PEFT's options by a name. `all` and `attention` share a base."""

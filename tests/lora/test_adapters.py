@@ -32,6 +32,24 @@ def test_answers_equal_those_of_peft(adapter, checkpoint, name):
     assert given[0] != given[1]
 
 
+def test_prompts_and_ranks_have_the_ends_of_their_adapter(adapter, checkpoint):
+    """Embeddings and output head: with two ranks, and for log-probabilities of prompts."""
+    one, other = adapter("ends"), adapter("all")
+    folders = {"ends": one.folder, "all": other.folder}
+    llm = engine(checkpoint(one.base), folders, tensor_parallel_size=2, num_threads=1)
+    names = ["ends", "", "all"]
+    results = generate(llm, [PROMPT] * 3, names, prompt_logprobs=0)
+    llm.shutdown()
+    for model, result in zip((one.model, None, other.model), results, strict=True):
+        model = model or checkpoints.make_reference(one.base)
+        assert result.outputs[0].token_ids == checkpoints.greedy(model, PROMPT, COUNT)
+        with torch.no_grad():
+            expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+        for position, found in enumerate(result.prompt_logprobs[1:]):
+            token = PROMPT[position + 1]
+            assert found[token].logprob == pytest.approx(expected[position, token].item(), abs=1e-4)
+
+
 MODES = {
     "together": {},
     "chunks": {"max_num_batched_tokens": 7},
@@ -211,15 +229,6 @@ BROKEN = {
             ]
         ),
         "no linear layer of this model. It may be for another base model",
-    ),
-    "head": (
-        change_tensors(
-            lambda t: [
-                t.update({f"base_model.model.lm_head.lora_{one}.weight": torch.zeros(shape)})
-                for one, shape in (("A", (8, 16)), ("B", (384, 8)))
-            ]
-        ),
-        "it changes lm_head, which is no linear layer",
     ),
     "unknown tensor": (
         change_tensors(lambda t: t.update({"lora_embedding_A": torch.zeros(1)})),

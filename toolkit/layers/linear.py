@@ -217,7 +217,7 @@ class OutputHead(Linear):
         super().pack()
         (tied,) = self._tied
         if tied is not None and self.weight.has_rows:
-            tied.weight = self.weight
+            tied.weight = tied.weight.rebased(self.weight)
 
 
 def soft_cap_(logits: torch.Tensor, cap: float) -> None:

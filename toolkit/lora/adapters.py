@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from toolkit.distributed import Shard
+from toolkit.distributed import Shard, full_shard
 from toolkit.errors import CheckpointError
 from toolkit.kernels.table import Kernels
-from toolkit.layers import Linear, OutputHead
+from toolkit.layers import Linear, OutputHead, VocabularyEmbedding
 from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
 from toolkit.lora.peft import Pair, read_adapter
-from toolkit.lora.weight import Active, Adapted, AdaptedWeight, Part
+from toolkit.lora.weight import Active, Adapted, AdaptedTable, AdaptedWeight, Part
 from toolkit.sequence import Adapter
 from toolkit.weights.source import Source
 
@@ -41,20 +42,41 @@ class Adapters:
         complete: the model with all pipeline stages, without weights. num_slots: adapters that may
         be placed at once. dtype: of the model. kernels: of its GPU."""
         self.active = Active() if kernels is None else GPUActive(num_slots, kernels.rank_block)
+        self.head_active = Active()  # for the rows that the output head computes
         self._dtype = torch.float32 if kernels is None else dtype
         self.max_rank = max_rank
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
+        self._ends = {one.name for head in _heads(complete) for one in head.sources}
+        self._ends |= {table.name for table in _tables(complete)}
         self._weights: list[Adapted] = []
         self._read: dict[str, HostAdapter] = {}  # by key
-        self._places: dict[str, list[tuple[Adapted, Linear, int, int]]] = {}
-        """Places of a projection by its name: (weight, layer, number of its part, first row)."""
+        self._places: dict[str, list[_Place]] = {}  # of a projection, by its name
         for linear in _linears(model):
-            linear.weight = weight = self._adapted(linear, max_rank, dtype, kernels)
+            linear.weight = self._adapted(linear, max_rank, dtype, kernels)
+            self._add(linear, linear.weight)
+        if kernels is None:
+            self._adapt_ends(model)
+
+    def _adapt_ends(self, model: nn.Module) -> None:
+        """Prepare the embeddings and the output head."""
+        assert isinstance(self.active, Active)
+        self._names |= self._ends
+        for head in _heads(model):
+            head.weight = AdaptedWeight(head.weight, self.head_active)
+            self._add(head, head.weight)
+        for table in _tables(model):
+            hidden = full_shard(table.weight.shape[1])
+            table.weight = weight = AdaptedTable(table.weight, self.active)
             self._weights.append(weight)
-            first = 0
-            for index, (source, part) in enumerate(zip(linear.sources, linear.parts, strict=True)):
-                self._places.setdefault(source.name, []).append((weight, linear, index, first))
-                first += part.count
+            self._places[table.name] = [_Place(weight, Source(table.name), hidden, table.shard, 0)]
+
+    def _add(self, linear: Linear, weight: Adapted) -> None:
+        self._weights.append(weight)
+        first = 0
+        for source, rows in zip(linear.sources, linear.parts, strict=True):
+            place = _Place(weight, source, rows, linear.columns, first)
+            self._places.setdefault(source.name, []).append(place)
+            first += rows.count
 
     def _adapted(
         self, linear: Linear, max_rank: int, dtype: torch.dtype, kernels: Kernels | None
@@ -74,13 +96,18 @@ class Adapters:
         for module, pair in read_adapter(name, folder, self.max_rank).items():
             known = self._known(module)
             if known is None:
+                on_cpus = self._find(module, self._ends) is not None
                 raise CheckpointError(
-                    f"adapter {name!r} ({folder}): it changes {module}, which is no linear layer "
-                    f"of this model. It may be for another base model."
+                    f"adapter {name!r} ({folder}): it changes {module}, "
+                    + (
+                        "and adapters of embeddings and of the output head run on CPUs only."
+                        if on_cpus
+                        else "which is no linear layer of this model. It may be for another base "
+                        "model."
+                    )
                 )
-            for weight, linear, index, first in self._places.get(known, ()):
-                rows = slice(first, first + linear.parts[index].count)
-                own = _shard(pair, linear.sources[index], linear.parts[index], linear.columns)
+            for place in self._places.get(known, ()):
+                own = place.shard(pair)
                 if own is None:
                     raise CheckpointError(
                         f"adapter {name!r} ({folder}): {module} adds [{len(pair.up)}, "
@@ -88,7 +115,8 @@ class Adapters:
                         f"base model."
                     )
                 own = Pair(own.low.to(self._dtype), own.up.to(self._dtype))
-                found.setdefault(weight, []).append(Part(rows, own))
+                rows = slice(place.first, place.first + place.rows.count)
+                found.setdefault(place.weight, []).append(Part(rows, own))
         self._read[adapter.key] = found
 
     def forget(self, adapter: Adapter) -> None:
@@ -104,10 +132,37 @@ class Adapters:
             weight.place(slot, parts.get(weight, []))
 
     def _known(self, module: str) -> str | None:
+        return self._find(module, self._names)
+
+    @staticmethod
+    def _find(module: str, known: Collection[str]) -> str | None:
         """Return a projection's name in the checkpoint, which may lack the first parts."""
         parts = module.split(".")
         names = (".".join(parts[begin:]) for begin in range(len(parts)))
-        return next((name for name in names if name in self._names), None)
+        return next((name for name in names if name in known), None)
+
+
+class _Place(NamedTuple):
+    """This rank's part of a projection."""
+
+    weight: Adapted
+    source: Source
+    rows: Shard
+    columns: Shard
+    first: int  # row of the weight
+
+    def shard(self, pair: Pair) -> Pair | None:
+        """Return a rank's part of the factors. None: they have another shape."""
+        rows, columns = self.rows, self.columns
+        order: Any = range(rows.begin, rows.begin + rows.count)
+        total = rows.total
+        if self.source.order is not None:
+            order = self.source.order.rows[rows.begin : rows.begin + rows.count]
+            total = self.source.order.total
+        if pair.up.shape[0] != total or pair.low.shape[1] != columns.total:
+            return None
+        low = pair.low[:, columns.begin : columns.begin + columns.count]
+        return Pair(low.contiguous(), pair.up[list(order)].contiguous())
 
 
 def _linears(model: nn.Module) -> list[Linear]:
@@ -116,13 +171,9 @@ def _linears(model: nn.Module) -> list[Linear]:
     return [one for one in modules if isinstance(one, Linear) and not isinstance(one, OutputHead)]
 
 
-def _shard(pair: Pair, source: Source, rows: Shard, columns: Shard) -> Pair | None:
-    """Return a rank's part of the factors. None: they have another shape."""
-    order: Any = range(rows.begin, rows.begin + rows.count)
-    total = rows.total
-    if source.order is not None:
-        order, total = source.order.rows[rows.begin : rows.begin + rows.count], source.order.total
-    if pair.up.shape[0] != total or pair.low.shape[1] != columns.total:
-        return None
-    low = pair.low[:, columns.begin : columns.begin + columns.count]
-    return Pair(low.contiguous(), pair.up[list(order)].contiguous())
+def _heads(model: nn.Module) -> list[OutputHead]:
+    return [one for one in model.modules() if isinstance(one, OutputHead)]
+
+
+def _tables(model: nn.Module) -> list[VocabularyEmbedding]:
+    return [one for one in model.modules() if isinstance(one, VocabularyEmbedding)]

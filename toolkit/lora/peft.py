@@ -16,6 +16,8 @@ from toolkit.lora.files import CONFIG, TENSORS
 
 PREFIX = "base_model.model."
 LOW, UP = ".lora_A.weight", ".lora_B.weight"
+TABLE_LOW, TABLE_UP = ".lora_embedding_A", ".lora_embedding_B"
+TABLE = ".base_layer.weight"  # the base model's, which PEFT saves next to an embedding's factors
 MAX_BYTES = 16 << 30  # of an adapter's tensors
 
 Fail = Callable[[str], CheckpointError]
@@ -80,7 +82,9 @@ def _find(patterns: Mapping[str, float], module: str, default: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The factors of one projection: x lowᵀ upᵀ is added to its product."""
+    """The factors of one projection: x lowᵀ upᵀ is added to its product.
+
+    Those of an embedding are the same, with one-hot rows x: columns are tokens."""
 
     low: torch.Tensor  # [rank, columns]
     up: torch.Tensor  # [rows, rank], multiplied by the adapter's scale
@@ -101,7 +105,7 @@ def read_config(name: str, folder: Path) -> PeftConfig:
 
 
 def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
-    """Return an adapter's factors by the names of the base model's projections.
+    """Return an adapter's factors by the names of the base model's projections and embeddings.
 
     Raises CheckpointError for a file that is missing, broken or unsupported."""
     config, fail = read_config(name, folder), _failure(name, folder)
@@ -109,8 +113,11 @@ def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
         raise fail(f"its rank is {rank}. Start with --max-lora-rank {rank} (it is {max_rank})")
     tensors = _read_tensors(folder / TENSORS, fail)
     pairs = {}
-    for module in sorted({_module(tensor, fail) for tensor in tensors}):
-        low, up = (tensors.get(f"{PREFIX}{module}{end}") for end in (LOW, UP))
+    modules = {_module(tensor, fail) for tensor in tensors if not tensor.endswith(TABLE)}
+    for module in sorted(modules):
+        ends = (LOW, UP) if f"{PREFIX}{module}{LOW}" in tensors else (TABLE_LOW, TABLE_UP)
+        ends = (LOW, UP) if f"{PREFIX}{module}{UP}" in tensors else ends
+        low, up = (tensors.get(f"{PREFIX}{module}{end}") for end in ends)
         if low is None or up is None:
             raise fail(f"{module} has one of lora_A and lora_B only")
         rank = config.rank(module)
@@ -146,10 +153,11 @@ def _read_tensors(path: Path, fail: Fail) -> dict[str, torch.Tensor]:
 
 def _module(tensor: str, fail: Fail) -> str:
     """Return the name of the projection that a tensor belongs to."""
-    end = next((end for end in (LOW, UP) if tensor.endswith(end)), None)
+    ends = (LOW, UP, TABLE_LOW, TABLE_UP)
+    end = next((end for end in ends if tensor.endswith(end)), None)
     if end is None or not tensor.startswith(PREFIX):
         raise fail(
-            f"tk does not know the tensor {tensor}: adapters of linear layers are supported, not "
-            f"of embeddings"
+            f"tk does not know the tensor {tensor}: adapters of linear layers and embeddings are "
+            f"supported"
         )
     return tensor.removeprefix(PREFIX).removesuffix(end)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from toolkit.distributed import Shard
+from toolkit.distributed import Shard, full_shard
 from toolkit.lora.peft import Pair
 from toolkit.weights.groups import Decoded
 from toolkit.weights.slots import Slot
@@ -63,8 +63,6 @@ class Part(NamedTuple):
 class Adapted(Weight):
     """A weight, and what each adapter adds to its products before activation and gate."""
 
-    has_rows = False
-
     def __init__(self, base: Weight) -> None:
         super().__init__(*base.shape)
         self.base = base
@@ -75,8 +73,13 @@ class Adapted(Weight):
     def place(self, slot: int, parts: list[Part]) -> None:
         """Replace the adapter of a slot. No parts: it does not change this weight."""
 
+    @property
+    def has_rows(self) -> bool:  # type: ignore[override]  # of the base
+        return self.base.has_rows
+
     def take(self, ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("no embedding has adapters")
+        """Return rows without what adapters add: those of an embedding are in `AdaptedTable`."""
+        return self.base.take(ids)
 
     def part_slots(
         self,
@@ -152,3 +155,29 @@ class AdaptedWeight(Adapted):
     def finish(self, epilogue: Epilogue) -> Weight:
         self.base = self.base.finish(epilogue)
         return self
+
+
+class AdaptedTable(AdaptedWeight):
+    """A table of embeddings, and what each adapter adds to its rows."""
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        raise NotImplementedError("a table has no products")
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._add_rows(self.base.take(ids), ids, full_shard(self.shape[0]))
+
+    def take_shard(self, ids: torch.Tensor, shard: Shard) -> torch.Tensor:
+        return self._add_rows(self.base.take_shard(ids, shard), ids, shard)
+
+    def rebased(self, weight: Weight) -> Weight:
+        self.base = weight
+        return self
+
+    def _add_rows(self, y: torch.Tensor, ids: torch.Tensor, shard: Shard) -> torch.Tensor:
+        for slot, tokens in self._active.groups(len(ids)):
+            own = ids[tokens] - shard.begin
+            is_own = (own >= 0) & (own < shard.count)
+            tokens, own = tokens[is_own], own[is_own]
+            for part in self.parts.get(slot, ()):
+                y[tokens] += (part.pair.low.T[own] @ part.pair.up.T).to(y.dtype)
+        return y

@@ -131,6 +131,10 @@ class Weight(nn.Module, abc.ABC):
         """Multiply rows by a power of two, in place."""
         raise NotImplementedError(_FINISHED)
 
+    def rebased(self, weight: Weight) -> Weight:
+        """Return this weight after `weight` has taken the place of what it was made from."""
+        return weight
+
     def finish(self, epilogue: Epilogue) -> Weight:
         """Return the weight in the layout that is fastest for products with this end."""
         return self

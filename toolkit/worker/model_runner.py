@@ -134,6 +134,12 @@ class ModelRunner:
             slots = self.state.adapters[step.rows]
             self.adapters.active.set(np.repeat(slots, step.num_tokens), slots[step.samples])
 
+    def _set_head_adapters(self, rows: npt.NDArray[np.int32]) -> None:
+        """Set the adapter of each row of hidden states that the head computes next."""
+        if self.adapters is not None:
+            slots = self.state.adapters[rows]
+            self.adapters.head_active.set(slots, slots)
+
     def _pools(self, step: SchedulerOutput) -> bool:
         return self.pooling is not None and self.pooling.is_needed(step)
 
@@ -187,6 +193,7 @@ class ModelRunner:
         if not len(which):
             return Sampled(torch.empty(0, dtype=torch.int64), which)
         rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
+        self._set_head_adapters(rows)
         logits = self.model.logits(hidden).float()
         k = int(self.state.sampling.num_logprobs[rows].max())
         raw = logits.clone() if k >= 0 else logits
@@ -215,7 +222,7 @@ class ModelRunner:
             start = int(ends[index] - step.num_tokens[index])
             wanted = self.state.token_ids[row, computed + 1 : computed + 1 + count]
             parts = [
-                gather_logprobs(self.model.logits(part), ids, params.prompt_logprobs)
+                gather_logprobs(self._logits_of_row(row, part), ids, params.prompt_logprobs)
                 for part, ids in zip(
                     torch.split(hidden[start : start + count], PROMPT_LOGPROBS_CHUNK),
                     torch.split(wanted, PROMPT_LOGPROBS_CHUNK),
@@ -225,6 +232,11 @@ class ModelRunner:
             tokens, logprobs, ranks = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
             found[index] = (computed + 1, (tokens, logprobs, ranks))
         return found
+
+    def _logits_of_row(self, row: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states of one request."""
+        self._set_head_adapters(np.full(len(hidden), row, np.int32))
+        return self.model.logits(hidden)
 
     def _start_output(
         self,
