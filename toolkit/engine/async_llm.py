@@ -353,9 +353,9 @@ class AsyncLLM:
             if adapter != before:
                 self._drop_adapter(adapter)
             raise failures[0]
+        # The other revision stays in memory until another adapter needs its place: requests that
+        # have found it may still be on their way.
         self.adapters.put(adapter)
-        if before is not None and before != adapter:
-            self._drop_adapter(before)
         return adapter
 
     def unload_adapter(self, name: str) -> Adapter | None:
