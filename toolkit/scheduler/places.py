@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 U = TypeVar("U")
@@ -82,16 +83,25 @@ class Places(Generic[U]):
     def wait(self, key: str, user: U) -> None:
         """Let a user wait for room."""
         self._waiting.setdefault(key, []).append(user)
-        num_leaving = sum(place.is_leaving for place in self._places.values())
-        if num_leaving < sum(one not in self._places for one in self._waiting):
-            staying = (place for place in self._places.values() if not place.is_leaving)
-            for place in staying:
-                place.is_leaving = True
-                break
+        self._choose_leaving()
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
 
     def take_waiting(self) -> list[U]:
         """Return the users of one thing that have waited, if there is room for it now."""
         for key in self._waiting:
             if self.has_room(key):
                 return self._waiting.pop(key)
+        if self._waiting:  # what has entered since they began to wait leaves for them, too
+            self._choose_leaving()
         return []
+
+    def _choose_leaving(self) -> None:
+        """Let one place become free for each thing that waits and has none."""
+        num_leaving = sum(place.is_leaving for place in self._places.values())
+        num_waiting = sum(one not in self._places for one in self._waiting)
+        staying = (place for place in self._places.values() if not place.is_leaving)
+        for place in islice(staying, max(0, num_waiting - num_leaving)):
+            place.is_leaving = True
