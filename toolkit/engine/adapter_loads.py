@@ -56,8 +56,9 @@ class AdapterLoads:
         return [adapter.name for adapter in self._adapters.values()]
 
     @property
-    def is_reading(self) -> bool:
-        return bool(self._reading or self._results)
+    def has_work(self) -> bool:
+        """True if something is being read, or waits for memory or to be answered."""
+        return bool(self._reading or self._results or self._places.has_waiting)
 
     def add(self, request: Request) -> None:
         """Take a request. `pop_ready` returns it once its adapter is in memory."""
@@ -126,6 +127,7 @@ class AdapterLoads:
             self._operate(UnloadAdapter(self._adapters.pop(entry.replaced)))
         if entry.is_new:
             self._adapters[key], self._reading[key] = adapter, []
+            self._places.enter(key)  # until it is read, also if the waiter ends before
             self._operate(LoadAdapter(adapter)).add_done_callback(partial(self._on_end, key))
         if key in self._reading:
             self._reading[key].append(waiter)
@@ -151,6 +153,7 @@ class AdapterLoads:
             )
         for waiter in self._reading.pop(key):
             self._serve(waiter, error)
+        self._places.leave(key)
         if error is not None:
             self._unwanted.add(key)
         self._drop_unwanted(key)

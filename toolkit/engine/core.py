@@ -89,7 +89,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.num_unfinished or self._steps or self._adapters.is_reading)
+        return bool(
+            self.scheduler.num_unfinished
+            or self._steps
+            or self._adapters.has_work
+            or self.scheduler.ended_with_adapter
+        )
 
     @property
     def is_running(self) -> bool:
