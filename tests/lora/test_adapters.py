@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -203,6 +204,11 @@ def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Calla
     return apply
 
 
+def replace_file(path: Path, make: Callable[[Path], None]) -> None:
+    path.unlink()
+    make(path)
+
+
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BROKEN = {
     "no file": (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json"),
@@ -215,6 +221,29 @@ BROKEN = {
         lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{"),
         "adapter_model.safetensors cannot be read",
     ),
+    "nested": (
+        lambda folder: (folder / "adapter_config.json").write_text('{"a":' + "[" * 100_000),
+        "cannot be read: maximum recursion depth",
+    ),
+    "large": (change_config(a="a" * (1 << 20)), "cannot be read: it has"),
+    "pipe": (
+        lambda folder: replace_file(folder / "adapter_model.safetensors", os.mkfifo),
+        "adapter_model.safetensors is not a regular file",
+    ),
+    "folder": (
+        lambda folder: replace_file(folder / "adapter_config.json", os.mkdir),
+        "adapter_config.json is not a regular file",
+    ),
+    "slow pattern": (
+        change_config(r=100, rank_pattern={r"([\w.]+)+!": 8}),
+        "the rank of .* is 100",
+    ),
+    "pattern": (
+        change_config(alpha_pattern={"(?=q)_proj": 8}),
+        r"the pattern '\(\?=q\)_proj' is not",
+    ),
+    "rank 0": (change_config(rank_pattern={"k_proj": 0}), "its rank is 0"),
+    "scale": (change_config(lora_alpha=1e40), "not finite"),
     "other kind": (change_config(peft_type="IA3"), "peft_type is 'IA3'"),
     "DoRA": (change_config(use_dora=True), "DoRA"),
     "biases": (change_config(bias="all"), "bias='none'"),

@@ -1,6 +1,8 @@
 """An adapter's files in PEFT's format."""
 
 import hashlib
+import os
+import stat
 from pathlib import Path
 
 from toolkit.errors import CheckpointError
@@ -18,7 +20,8 @@ def find_adapter(name: str, folder: Path) -> Adapter:
     """Return an adapter as it is on disk now. A changed file makes another revision.
 
     Raises CheckpointError if a file is missing."""
-    digest = hashlib.sha256()
+    # Times may be equal in all folders, for example in an image of a container.
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(folder)))
     for file in (CONFIG, TENSORS):
         try:
             found = (folder / file).stat()
@@ -26,5 +29,19 @@ def find_adapter(name: str, folder: Path) -> Adapter:
             missing = isinstance(error, FileNotFoundError | NotADirectoryError)
             why = f"there is no {file}. {_ADVICE[file]}" if missing else str(error)
             raise CheckpointError(f"adapter {name!r} ({folder}): {why}.") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"adapter {name!r} ({folder}): {file} is not a regular file.")
         digest.update(f"{found.st_size} {found.st_mtime_ns}\n".encode())
     return Adapter(name, str(folder), digest.hexdigest()[:16])
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. Raises OSError."""
+    # Without O_NONBLOCK, opening a pipe waits for its other end.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("it is not a regular file")
+        if found.st_size > most:
+            raise OSError(f"it has {found.st_size} bytes, more than {most}")
+        return file.read(found.st_size)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from toolkit.errors import CheckpointError
-from toolkit.lora.files import CONFIG, TENSORS
+from toolkit.lora.files import CONFIG, TENSORS, read_file
+
+if TYPE_CHECKING:
+    from pydantic_core import SchemaValidator
 
 PREFIX = "base_model.model."
 LOW, UP = ".lora_A.weight", ".lora_B.weight"
 TABLE_LOW, TABLE_UP = ".lora_embedding_A", ".lora_embedding_B"
 TABLE = ".base_layer.weight"  # the base model's, which PEFT saves next to an embedding's factors
-MAX_BYTES = 16 << 30  # of an adapter's tensors
+MAX_CONFIG, MAX_TENSORS = 1 << 20, 16 << 30  # bytes of an adapter's files
 
 Fail = Callable[[str], CheckpointError]
 
@@ -46,6 +49,8 @@ class PeftConfig(msgspec.Struct, kw_only=True):
         """Return why the adapter is not supported, or None."""
         if self.peft_type != "LORA":
             return f"its peft_type is {self.peft_type!r}, and tk reads LORA"
+        if (lowest := min((self.r, *self.rank_pattern.values()))) < 1:
+            return f"its rank is {lowest}"
         if self.use_dora:
             return "it is a DoRA adapter (use_dora), which tk does not support"
         if self.bias != "none" or self.lora_bias:
@@ -76,8 +81,19 @@ class PeftConfig(msgspec.Struct, kw_only=True):
 
 def _find(patterns: Mapping[str, float], module: str, default: float) -> float:
     """Return the value of the first pattern that matches the end of a module's name."""
-    matches = (key for key in patterns if re.fullmatch(rf"(.*\.)?({key})", module))
+    matches = (key for key in patterns if _matcher(key).isinstance_python(module))
     return patterns[key] if (key := next(matches, None)) is not None else default
+
+
+@lru_cache
+def _matcher(pattern: str) -> SchemaValidator:
+    """Return a validator of modules' names. Raises SchemaError.
+
+    Rust's regular expressions take linear time. Python's may take forever, and stop all threads."""
+    from pydantic_core import SchemaValidator, core_schema
+
+    end = rf"^(?:.*\.)?(?:{pattern})$"
+    return SchemaValidator(core_schema.str_schema(pattern=end, regex_engine="rust-regex"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +112,25 @@ def read_config(name: str, folder: Path) -> PeftConfig:
     Raises CheckpointError for a file that is missing, broken or unsupported."""
     fail = _failure(name, folder)
     try:
-        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=PeftConfig)
-    except (OSError, msgspec.DecodeError) as error:
+        config = msgspec.json.decode(read_file(folder / CONFIG, MAX_CONFIG), type=PeftConfig)
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise fail(f"{CONFIG} cannot be read: {error}") from None
     if config.problem is not None:
         raise fail(config.problem)
+    _check_patterns([*config.rank_pattern, *config.alpha_pattern], fail)
     return config
+
+
+def _check_patterns(patterns: list[str], fail: Fail) -> None:
+    if not patterns:
+        return
+    from pydantic_core import SchemaError
+
+    for pattern in patterns:
+        try:
+            _matcher(pattern)
+        except SchemaError as error:
+            raise fail(f"the pattern {pattern!r} is not supported: {error}") from None
 
 
 def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
@@ -126,9 +155,10 @@ def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
                 f"the rank of {module} is {rank}, but lora_A is {list(low.shape)} and lora_B "
                 f"{list(up.shape)}"
             )
-        if not (low.isfinite().all() and up.isfinite().all()):
+        pair = Pair(low.float(), up.float() * config.scale(module))
+        if not (pair.low.isfinite().all() and pair.up.isfinite().all()):
             raise fail(f"{module} has numbers that are not finite")
-        pairs[module] = Pair(low.float(), up.float() * config.scale(module))
+        pairs[module] = pair
     if not pairs:
         raise fail(f"{TENSORS} is empty")
     return pairs
@@ -142,11 +172,9 @@ def _read_tensors(path: Path, fail: Fail) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    if path.stat().st_size > MAX_BYTES:
-        raise fail(f"{TENSORS} has more than {MAX_BYTES >> 30} GiB")
     try:
         # Not mapped: who trains an adapter again may overwrite the file at any time.
-        return load(path.read_bytes())
+        return load(read_file(path, MAX_TENSORS))
     except (SafetensorError, OSError) as error:
         raise fail(f"{TENSORS} cannot be read: {error}") from None
 
