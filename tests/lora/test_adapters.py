@@ -166,9 +166,11 @@ def test_adapters_are_scaled_like_the_weights_of_an_fp8_cache(adapter, checkpoin
     )
 
 
-async def test_streams_with_an_adapter_survive_their_core(adapter, checkpoint):
+async def test_streams_with_an_adapter_survive_their_core(adapter, checkpoint, tmp_path):
+    """Even if the files of another adapter are gone."""
     one: Adapter = adapter("attention")
-    modules = [f"mine={one.folder}"]
+    other = copied(one, tmp_path)
+    modules = [f"mine={one.folder}", f"other={other}"]
     folder = str(checkpoint(one.base))
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
     async with AsyncLLM(folder, lora_modules=modules, num_threads=1, **CPU) as llm:
@@ -180,6 +182,7 @@ async def test_streams_with_an_adapter_survive_their_core(adapter, checkpoint):
         async with asyncio.timeout(200):
             async for delta in stream:
                 if not given:
+                    shutil.rmtree(other)
                     psutil.Process(first).kill()
                 given += delta.token_ids
         assert llm.replicas[0].link.pid != first

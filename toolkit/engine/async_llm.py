@@ -136,7 +136,7 @@ class AsyncLLM:
             InputProcessor(folder, loaded, smallest_core(infos)),
         )
         for replica, launch, core, info in zip(self.replicas, launches, cores, infos, strict=True):
-            replica.restarter = CoreRestarter(launch.on_same_device(info), core)
+            replica.restarter = CoreRestarter(launch.for_replacement(info), core)
             self.start_reading(replica.index)
 
     def connect_cores(
@@ -508,11 +508,12 @@ class AsyncLLM:
         self._connect(index, link, info)
         if link.client == 0:
             self.replicas[index].metrics.count_restart()
-        for adapter in self.adapters.loaded:  # lasting operations are done again
-            link.send(Operate(LoadAdapter(adapter), self._client, 0))
         for stream in self._streams.values():
             if stream.replica is None:
                 self._resume_elsewhere(stream)
+        # Adapters that are not read now are read when a request needs them.
+        for adapter in self.adapters.loaded[-self.config.lora.num_in_memory :]:
+            link.send(Operate(LoadAdapter(adapter), self._client, 0))
 
     def remove_core(self, index: int, error: EngineDeadError) -> None:
         """Remove a core that will not be replaced. After the last, all requests fail."""

@@ -168,7 +168,7 @@ class Supervisor:
                 _CoreSlot(
                     launch.index,
                     client,
-                    CoreRestarter(launch.on_same_device(info), client),
+                    CoreRestarter(launch.for_replacement(info), client),
                     metrics,
                     info,
                 )

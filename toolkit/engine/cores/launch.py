@@ -13,6 +13,7 @@ from toolkit.config.engine import MEMORY_VARIABLE
 from toolkit.errors import ConfigError
 from toolkit.hardware.devices import find_device, find_gpus
 from toolkit.logs import LogStyle
+from toolkit.sequence import Adapter
 from toolkit.worker import Report, WorkerInfo
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -28,11 +29,20 @@ class Launch:
     index: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables added to this process's."""
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters that the first core has read. A replacement reads those that are still served."""
 
-    def on_same_device(self, info: WorkerInfo) -> Launch:
-        """Return the launch of a replacement on the same kind of device, even if missing now."""
-        device = "cpu" if info.device == "cpu" else "cuda"
-        return replace(self, config=self.config.with_settings(device=device))
+    def for_replacement(self, info: WorkerInfo) -> Launch:
+        """Return the launch of a replacement on the same kind of device, even if missing now.
+
+        `info`: of the first core. Its adapters may be missing now, too, or have other ranks."""
+        config = self.config.with_settings(
+            device="cpu" if info.device == "cpu" else "cuda",
+            lora_modules=(),
+            enable_lora=self.config.lora.is_enabled,
+            max_lora_rank=info.max_lora_rank or None,
+        )
+        return replace(self, config=config, adapters=tuple(info.adapters))
 
     @property
     def name(self) -> str:

@@ -70,6 +70,7 @@ class CoreRestarter:
             try:
                 core = CoreClient(self._launch, self._startup_timeout)
                 info = await core.ready(lambda name, seconds: None)
+                info.adapters = list(self._launch.adapters)
             except Exception as error:
                 if core is not None:
                     await core.kill_and_wait()  # it may hang, and take long to exit
