@@ -23,8 +23,9 @@ from toolkit.hub import locate_adapter
 from toolkit.lora.files import CONFIG, find_adapter
 from toolkit.sequence import Adapter, LoRARequest
 
-_NAME = re.compile(r"[\w.\-]+")  # of a folder in --lora-dir
+_NAME = re.compile(r"(?!\.{1,2}$)[\w.\-]+")  # of a folder in --lora-dir
 MAX_NAME = 256  # characters
+MAX_LISTED = 20  # names in a message
 
 
 def with_local_adapters(config: EngineConfig) -> EngineConfig:
@@ -61,10 +62,11 @@ class AdapterRegistry:
     def __init__(self, config: LoRAConfig, file: Path | None = None) -> None:
         self._config, self._file = config, file
         self._root = None if config.lora_dir is None else Path(config.lora_dir).expanduser()
-        self._book, self._read_at = _Book(), 0
+        self._book, self._number = _Book(), 0
+        """The adapters, and the number of changes of the file."""
 
     def start(self, adapters: Sequence[Adapter]) -> None:
-        """Add the adapters of --lora-modules, which the engine has read."""
+        """Add adapters that are found at the start, or now in --lora-dir."""
         with self._changing() as book:
             for adapter in adapters:
                 if adapter.name not in book.removed:
@@ -73,11 +75,29 @@ class AdapterRegistry:
     @property
     def names(self) -> list[str]:
         """Names that requests may use. Those of folders in --lora-dir come last."""
-        names = list(self._current().adapters)
-        if self._root is not None and self._root.is_dir():
-            folders = sorted(self._root.glob(f"*/{CONFIG}"))
-            names += [one.parent.name for one in folders if one.parent.name not in names]
-        return [name for name in names if name not in self._current().removed]
+        return list(self.folders)
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Folders by the names that requests may use. Those in --lora-dir come last."""
+        book = self._current()
+        found = {name: adapter.folder for name, adapter in book.adapters.items()}
+        if self._root is not None:
+            with contextlib.suppress(OSError):
+                for name in sorted(os.listdir(self._root)):
+                    if name not in found and (folder := self._folder(name, book)) is not None:
+                        found[name] = str(folder)
+        return found
+
+    def describe_names(self, *others: str) -> str:
+        """Return other names and some of these, for a message. Does not look at the folders."""
+        names = [*others, *self._current().adapters]
+        listed = [repr(name) for name in names[:MAX_LISTED]]
+        if len(names) > MAX_LISTED:
+            listed.append(f"{len(names) - MAX_LISTED} more")
+        if self._root is not None:
+            listed.append("the folders in --lora-dir")
+        return ", ".join(listed) or "none"
 
     @property
     def loaded(self) -> list[Adapter]:
@@ -89,14 +109,20 @@ class AdapterRegistry:
         book = self._current()
         if name in book.adapters:
             return book.adapters[name]
+        folder = self._folder(name, book)
+        if folder is None:
+            return None
+        with contextlib.suppress(CheckpointError):
+            self.start([find_adapter(name, folder)])
+        return self._current().adapters.get(name)
+
+    def _folder(self, name: str, book: _Book) -> Path | None:
+        """Return the folder in --lora-dir of a name, None if it has none."""
         if self._root is None or name in book.removed or not _NAME.fullmatch(name):
             return None
         folder = self._root / name
-        if not (folder / CONFIG).is_file() or not self._is_inside(folder):
-            return None
-        with contextlib.suppress(CheckpointError):
-            self.put(find_adapter(name, folder))
-        return self._current().adapters.get(name)
+        is_inside = not os.path.islink(folder) or self._is_inside(folder)
+        return folder if is_inside and os.path.isfile(folder / CONFIG) else None
 
     def resolve(self, request: LoRARequest | None) -> Adapter | None:
         """Return the adapter that a request of `LLM` brings. Raises InvalidRequestError."""
@@ -117,10 +143,9 @@ class AdapterRegistry:
             return adapter
         found = self.find(request.lora_name)
         if found is None:
-            known = ", ".join(map(repr, self.names)) or "none"
             raise InvalidRequestError(
-                f"There is no adapter {request.lora_name!r}. Known: {known}. A LoRARequest with a "
-                f"lora_path adds one.",
+                f"There is no adapter {request.lora_name!r}. Known: {self.describe_names()}. "
+                f"A LoRARequest with a lora_path adds one.",
                 param="lora_request",
             )
         return found
@@ -134,10 +159,16 @@ class AdapterRegistry:
             raise InvalidRequestError(
                 f"lora_name must have 1 to {MAX_NAME} printable characters.", param="lora_name"
             )
-        root = self._root or Path()
-        if path in self._config.adapters.values():
-            folder = locate_adapter(path)
-        elif not self._is_inside(folder := root / Path(path).expanduser()):
+        is_configured = path in self._config.adapters.values()
+        try:
+            folder = Path(path).expanduser()
+            folder = locate_adapter(path) if is_configured else (self._root or Path()) / folder
+            is_allowed = is_configured or self._is_inside(folder)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InvalidRequestError(
+                f"lora_path cannot be used: {error}.", param="lora_path"
+            ) from None
+        if not is_allowed:
             allowed = (
                 "Without --lora-dir, only those of --lora-modules can be loaded again"
                 if self._root is None
@@ -170,16 +201,15 @@ class AdapterRegistry:
     def _is_inside(self, folder: Path) -> bool:
         if self._root is None:
             return False
-        root, folder = self._root.resolve(), folder.resolve()
-        return root in folder.parents
+        return Path(os.path.realpath(self._root)) in Path(os.path.realpath(folder)).parents
 
     def _current(self) -> _Book:
         if self._file is not None:
             with contextlib.suppress(FileNotFoundError):
-                changed_at = self._file.stat().st_mtime_ns
-                if changed_at != self._read_at:
+                number = self._file.stat().st_mtime_ns
+                if number != self._number:
                     self._book = msgspec.json.decode(self._file.read_bytes(), type=_Book)
-                    self._read_at = changed_at
+                    self._number = number
         return self._book
 
     @contextlib.contextmanager
@@ -194,5 +224,7 @@ class AdapterRegistry:
             yield book
             written = self._file.with_suffix(".new")
             written.write_bytes(msgspec.json.encode(book))
+            # A number, not the time: two changes within a tick of the clock have the same.
+            self._number += 1
+            os.utime(written, ns=(self._number, self._number))
             os.replace(written, self._file)
-            self._read_at = self._file.stat().st_mtime_ns

@@ -60,7 +60,7 @@ async def load(body: LoadRequest, request: Request) -> Response:
     the adapter is served by all of them or, after an error, by none."""
     service = _service(request)
     name, before = body.lora_name, service.engine.adapters.find(body.lora_name)
-    if name in service.model_names:
+    if service.is_base(name):
         raise InvalidRequestError(
             f"The model itself is called {name!r}. Choose another name.", param="lora_name"
         )
@@ -83,9 +83,9 @@ async def unload(body: UnloadRequest, request: Request) -> Response:
     service = _service(request)
     adapter = service.engine.unload_adapter(body.lora_name)
     if adapter is None:
-        known = ", ".join(map(repr, service.engine.adapters.names)) or "none"
+        served = service.engine.adapters.describe_names()
         raise ModelNotFoundError(
-            f"There is no adapter {body.lora_name!r}. Served: {known}.", param="lora_name"
+            f"There is no adapter {body.lora_name!r}. Served: {served}.", param="lora_name"
         )
     logger.info("adapter %r: unloaded", body.lora_name)
     return _answer(AdapterChange(adapter.name, adapter.folder, "unloaded"))

@@ -46,32 +46,35 @@ class Service:
     async def _expose(self) -> bytes:
         return self.engine.metrics.expose() if self.expose is None else await self.expose()
 
-    def with_adapter(self, name: str | None) -> "Service":
-        """Return the service as a request sees it that names this model."""
-        if name is None or name in self.model_names:
-            return self
-        adapter = self.engine.adapters.find(name)
-        if adapter is None:
-            return self
+    def with_adapter(self, adapter: Adapter) -> "Service":
+        """Return the service as a request sees it that names this adapter."""
         own = copy(self)
-        own.adapter, own.base_name, own.model_names = adapter, self.model_name, (name,)
+        own.adapter, own.base_name, own.model_names = adapter, self.model_name, (adapter.name,)
         return own
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError for the name of another model. None is the served model.
+    def is_base(self, name: str) -> bool:
+        """Return True for a name of the model itself.
 
         Without --served-model-name, MODEL as given is a name, too."""
-        as_given = () if self.config.served_model_name else (self.engine.config.model.model,)
-        if not name or name in (*self.model_names, *as_given):
-            return
+        is_given = not self.config.served_model_name and name == self.engine.config.model.model
+        return is_given or name in self.model_names
+
+    def check_model(self, name: str | None) -> Adapter | None:
+        """Return the adapter of this name, None for the served model, whose name may be left out.
+
+        Raises ModelNotFoundError for the name of another model."""
+        if not name or self.is_base(name):
+            return None
         adapters = self.engine.adapters
-        if adapters.find(name) is None:
-            served = ", ".join(map(repr, (*self.model_names, *adapters.names)))
+        adapter = adapters.find(name)
+        if adapter is None:
+            served = adapters.describe_names(*self.model_names)
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here. Served: {served}.",
                 param="model",
                 code="model_not_found",
             )
+        return adapter
 
 
 def service_for(request: Request, body: Body) -> Service:
@@ -82,5 +85,5 @@ def service_for(request: Request, body: Body) -> Service:
     service: Service = request.app.state.service
     check_fields(request, body, strict=service.config.strict)
     name = getattr(body, "model", None)
-    service.check_model(name)
-    return service.with_adapter(name)
+    adapter = service.check_model(name)
+    return service if adapter is None else service.with_adapter(adapter)

@@ -17,9 +17,14 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """List the served model, once for each of its names, and its adapters."""
     service: Service = request.app.state.service
-    names = (*service.model_names, *service.engine.adapters.names)
-    cards = ModelList([_card(service, name) for name in names])
-    return Response(msgspec.json.encode(cards), media_type="application/json")
+    cards = [_card(service, name) for name in service.model_names]
+    folders = service.engine.adapters.folders
+    cards += [
+        _card(service, name, folder)
+        for name, folder in folders.items()
+        if name not in service.model_names
+    ]
+    return Response(msgspec.json.encode(ModelList(cards)), media_type="application/json")
 
 
 @router.get(
@@ -30,16 +35,18 @@ async def get_model(model: str, request: Request) -> Response:
     if not model:  # /v1/models/
         return await list_models(request)
     service: Service = request.app.state.service
-    service.check_model(model)
-    is_name = model in service.model_names or service.engine.adapters.find(model) is not None
-    name = model if is_name else service.model_name
-    return Response(msgspec.json.encode(_card(service, name)), media_type="application/json")
+    adapter = service.check_model(model)
+    if adapter is not None:
+        card = _card(service, model, adapter.folder)
+    else:
+        card = _card(service, model if model in service.model_names else service.model_name)
+    return Response(msgspec.json.encode(card), media_type="application/json")
 
 
-def _card(service: Service, name: str) -> ModelCard:
+def _card(service: Service, name: str, adapter: str | None = None) -> ModelCard:
+    """Return a card of the model, or of an adapter in a folder."""
     info, config = service.engine.info, service.engine.config
-    adapter = None if name in service.model_names else service.engine.adapters.find(name)
-    folder = config.model.model if adapter is None else adapter.folder
+    folder = config.model.model if adapter is None else adapter
     return ModelCard(
         name,
         service.created,
