@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.lora.conftest import COUNT, CPU, PROMPT, Adapter, engine, generate, tokens
+from tests.server import command
 from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams
 from toolkit.errors import (
     CheckpointError,
@@ -17,6 +20,7 @@ from toolkit.errors import (
     EngineError,
     InvalidRequestError,
     ModelNotFoundError,
+    WorkersLostError,
 )
 
 NAMES = ("attention", "all", "patterns", "rslora")  # of one base model
@@ -104,6 +108,28 @@ def with_rank(folder: Path, rank: int) -> LoRARequest:
     config = other / "adapter_config.json"
     config.write_text(config.read_text().replace('"r": 8', f'"r": {rank}'))
     return LoRARequest("high", 2, str(other))
+
+
+def test_a_rank_that_dies_while_it_reads_is_noticed(adapter, checkpoint):
+    one = adapter("attention")
+    settings = {"enable_lora": True, "tensor_parallel_size": 2, "num_threads": 1}
+    llm = LLM(str(checkpoint(one.base)), **CPU | settings)
+    [rank] = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "toolkit.executor.rank" in command(child)
+    ]
+    rank.suspend()
+    killing = threading.Timer(0.5, rank.kill)
+    killing.start()
+    with pytest.raises(WorkersLostError, match="rank 1"):
+        llm.generate(
+            [{"prompt_token_ids": PROMPT}],
+            PARAMS,
+            lora_request=LoRARequest("mine", 1, str(one.folder)),
+        )
+    killing.join()
+    llm.shutdown()
 
 
 def test_adapters_must_be_enabled(adapter, checkpoint):

@@ -198,7 +198,9 @@ class EngineCore:
         """Wait for the oldest step. Returns a message for each client, and always for client 0."""
         if not self._steps:
             self._constraints.wait()
-            self._adapters.wait()
+            if self._adapters.has_work:
+                self.executor.check_health()  # a lost rank never ends what it reads
+                self._adapters.wait()
             return self._messages(self._end_failed())
         step, pending = self._steps.popleft()
         try:
