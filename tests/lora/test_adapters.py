@@ -266,6 +266,14 @@ BROKEN = {
         change_tensors(lambda t: t.update({"lora_embedding_A": torch.zeros(1)})),
         "does not know the tensor lora_embedding_A",
     ),
+    "twice": (
+        change_tensors(
+            lambda t: t.update(
+                {key.replace(".model.model", ".model.other.model"): t[key] + 1 for key in list(t)}
+            )
+        ),
+        "are the same layer",
+    ),
     "shape": (
         change_tensors(lambda t: t.update({NAME: torch.zeros(8, 24)})),
         "of another shape. It is for another base model",

@@ -93,6 +93,7 @@ class Adapters:
 
         Raises CheckpointError."""
         name, folder, found = adapter.name, Path(adapter.folder), HostAdapter()
+        modules: dict[str, str] = {}  # by projection
         for module, pair in read_adapter(name, folder, self.max_rank).items():
             known = self._known(module)
             if known is None:
@@ -105,6 +106,10 @@ class Adapters:
                         else "which is no linear layer of this model. It may be for another base "
                         "model."
                     )
+                )
+            if (other := modules.setdefault(known, module)) != module:
+                raise CheckpointError(
+                    f"adapter {name!r} ({folder}): {other} and {module} are the same layer."
                 )
             for place in self._places.get(known, ()):
                 own = place.shard(pair)
