@@ -164,6 +164,13 @@ async def test_loading_is_done_on_every_core_or_on_none(adapter, checkpoint, tmp
         assert llm.adapters.names == ["first", "new", "good"]
         assert await answer("new") == await answer("good") == one.greedy(PROMPT, COUNT)
         assert await answer("first") == other.greedy(PROMPT, COUNT)
+        prepared = await llm.prepare(prompt, PARAMS, adapter=loaded)
+        replace(tmp_path / "dir" / "good", other.folder)
+        loaded = await llm.load_adapter("new", "good")
+        stream = llm.start_request(*reversed(prepared))  # has the revision before
+        given = [token async for delta in stream for token in delta.token_ids]
+        assert given == one.greedy(PROMPT, COUNT)
+        assert await answer("new") == other.greedy(PROMPT, COUNT)
         for path, says in (
             (tmp_path / "outside", "must be inside"),
             ("../outside", "must be inside"),
@@ -186,7 +193,7 @@ async def test_loading_is_done_on_every_core_or_on_none(adapter, checkpoint, tmp
         assert llm.unload_adapter("new") is None
         for stream in streams:  # they keep the adapter that they began with
             given = [token async for delta in stream for token in delta.token_ids]
-            assert given == one.greedy(PROMPT, COUNT)
+            assert given == other.greedy(PROMPT, COUNT)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ class AdapterRegistry:
             is_allowed = is_configured or self._is_inside(folder)
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(
-                f"lora_path cannot be used: {error}.", param="lora_path"
+                f"lora_path cannot be used: {str(error).rstrip('.')}.", param="lora_path"
             ) from None
         if not is_allowed:
             allowed = (
