@@ -253,6 +253,10 @@ BROKEN = {
     "modules": (change_config(modules_to_save=["lm_head"]), "modules_to_save: lm_head"),
     "rank": (change_config(r=100), "the rank of .* is 100, but lora_A is"),
     "NaN": (change_tensors(lambda t: t[NAME].fill_(torch.nan)), "not finite"),
+    "no layer": (
+        change_tensors(lambda t: [t.pop(NAME), t.pop(NAME.replace("lora_A", "lora_B"))]),
+        r"no factors of model\.layers\.0\.self_attn\.q_proj, which its target_modules have",
+    ),
     "half": (change_tensors(lambda t: t.pop(NAME)), "one of lora_A and lora_B only"),
     "unknown layer": (
         change_tensors(

@@ -14,6 +14,8 @@ import pytest
 from tests.lora.conftest import COUNT, CPU, PROMPT, Adapter, engine, generate, tokens
 from tests.server import command
 from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams
+from toolkit.config import LoRAConfig
+from toolkit.engine.adapters import AdapterRegistry
 from toolkit.errors import (
     CheckpointError,
     ConfigError,
@@ -78,6 +80,21 @@ def test_requests_bring_folders(adapter, checkpoint, tmp_path):
     base = llm.generate(prompts, PARAMS)[0]
     assert base.outputs[0].token_ids not in tokens(answers)
     llm.shutdown()
+
+
+def test_changed_files_are_served_unless_operators_load_them(adapter, tmp_path):
+    first, second = adapter("attention"), adapter("all")
+    for is_runtime in (False, True):
+        folder = tmp_path / str(is_runtime) / "mine"
+        shutil.copytree(first.folder, folder)
+        config = LoRAConfig(lora_dir=str(folder.parent), allow_runtime_lora=is_runtime)
+        registry = AdapterRegistry(config)
+        before = registry.find("mine")
+        assert registry.find("mine") == before
+        replace(folder, second.folder)
+        assert (registry.find("mine") == before) == is_runtime
+        shutil.rmtree(folder)
+        assert registry.find("mine") is not None  # what was read is served on
 
 
 def test_an_adapter_may_hold_the_tokenizer_of_its_base_only(adapter, checkpoint, tmp_path):

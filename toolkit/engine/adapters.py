@@ -108,13 +108,24 @@ class AdapterRegistry:
         """Return the adapter of this name, None if there is none."""
         book = self._current()
         if name in book.adapters:
-            return book.adapters[name]
+            return self._newest(book.adapters[name])
         folder = self._folder(name, book)
         if folder is None:
             return None
         with contextlib.suppress(CheckpointError):
             self.start([find_adapter(name, folder)])
         return self._current().adapters.get(name)
+
+    def _newest(self, adapter: Adapter) -> Adapter:
+        """Return the present revision of an adapter, unless operators decide when it changes."""
+        if self._config.allow_runtime_lora or self._config.enable_lora:
+            return adapter
+        with contextlib.suppress(CheckpointError):
+            found = find_adapter(adapter.name, Path(adapter.folder))
+            if found != adapter:
+                self.put(found)
+            return found
+        return adapter
 
     def _folder(self, name: str, book: _Book) -> Path | None:
         """Return the folder in --lora-dir of a name, None if it has none."""

@@ -14,7 +14,7 @@ from toolkit.errors import CheckpointError
 from toolkit.kernels.table import Kernels
 from toolkit.layers import Linear, OutputHead, VocabularyEmbedding
 from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
-from toolkit.lora.peft import Pair, read_adapter
+from toolkit.lora.peft import Pair, read_adapter, read_config
 from toolkit.lora.weight import Active, Adapted, AdaptedTable, AdaptedWeight, Part
 from toolkit.sequence import Adapter
 from toolkit.weights.source import Source
@@ -122,6 +122,13 @@ class Adapters:
                 own = Pair(own.low.to(self._dtype), own.up.to(self._dtype))
                 rows = slice(place.first, place.first + place.rows.count)
                 found.setdefault(place.weight, []).append(Part(rows, own))
+        config = read_config(name, folder)
+        missing = [one for one in self._names if one not in modules and config.must_change(one)]
+        if missing:
+            raise CheckpointError(
+                f"adapter {name!r} ({folder}): it has no factors of {min(missing)}, which its "
+                f"target_modules have."
+            )
         self._read[adapter.key] = found
 
     def forget(self, adapter: Adapter) -> None:

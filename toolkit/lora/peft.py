@@ -43,6 +43,9 @@ class PeftConfig(msgspec.Struct, kw_only=True):
     layer_replication: Any = None
     trainable_token_indices: Any = None
     target_parameters: list[str] | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: Any = None
+    layers_to_transform: Any = None
 
     @property
     def problem(self) -> str | None:
@@ -68,6 +71,13 @@ class PeftConfig(msgspec.Struct, kw_only=True):
     @property
     def highest_rank(self) -> int:
         return max(self.r, *self.rank_pattern.values()) if self.rank_pattern else self.r
+
+    def must_change(self, module: str) -> bool:
+        """Return True if the adapter must have factors of this projection."""
+        targets = self.target_modules
+        if not isinstance(targets, list) or self.exclude_modules or self.layers_to_transform:
+            return False
+        return any(f".{module}".endswith(f".{target}") for target in targets)
 
     def rank(self, module: str) -> int:
         return int(_find(self.rank_pattern, module, self.r))

@@ -389,7 +389,7 @@ class Worker:
 
     @cached_property
     def _reader(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "adapters")
+        return ThreadPoolExecutor(2, "adapters")
 
     def _max_lora_rank(self) -> int:
         config = self.config.lora
