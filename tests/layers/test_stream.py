@@ -34,7 +34,7 @@ class Unscaled:
         return self.x.device
 
 
-def product(x, weight, bias=None, activation=None, *, gated=False, out=None):
+def product(x, weight, bias=None, activation=None, *, gated=False, out=None, factors=None):
     scale = 1.0
     if isinstance(x, Unscaled):
         scale = torch.rsqrt(x.square_sums[:, None] / HIDDEN + x.eps).float()
@@ -46,7 +46,7 @@ def product(x, weight, bias=None, activation=None, *, gated=False, out=None):
     return y.to(x.dtype)
 
 
-def add_norm(x, weight, residual, norm_weight, eps, square_sums, bias=None):
+def add_norm(x, weight, residual, norm_weight, eps, square_sums, bias=None, factors=None):
     residual += product(x, weight, bias)
     square_sums += residual.double().square().sum(1)
     return Unscaled(residual * norm_weight, square_sums, eps)
