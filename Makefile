@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+# pip would compile 20,000 modules. Python compiles those that it imports, and keeps the bytecode.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
           --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-gpu test-models check docs format clean
 
@@ -53,15 +55,18 @@ $(BIN)/python:
 	@echo "Making $(VENV) ..." >&2
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) | $(BIN)/python
+INSTALLED = pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+
+$(VENV)/.runtime: $(INSTALLED) | $(BIN)/python
 	@echo "Installing tk and its dependencies (a few minutes the first time) ..." >&2
 	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
-	@echo "Installing the development tools ..." >&2
+# It does not depend on .runtime: each installation of tk compiles the CPU kernels.
+$(VENV)/.dev: $(INSTALLED) | $(BIN)/python
+	@echo "Installing tk, its dependencies and the development tools (some minutes) ..." >&2
 	@$(PIP) --editable '.[dev]'
-	@touch $@
+	@touch $(VENV)/.runtime $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
