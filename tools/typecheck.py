@@ -23,7 +23,8 @@ def main() -> int:
     (LINKS / "toolkit" / "kernels").symlink_to(ROOT / "kernels")
     (LINKS / "tools").symlink_to(ROOT / "tools")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
-    command += ["--cache-dir", str(ROOT / ".mypy_cache"), "-p", "toolkit", "-p", "tools"]
+    command += ["--cache-dir", str(ROOT / ".mypy_cache"), "--num-workers", "2"]
+    command += ["-p", "toolkit", "-p", "tools"]
     result = subprocess.run(command, cwd=LINKS, text=True, stdout=subprocess.PIPE, check=False)
     print(result.stdout.replace("toolkit/kernels/", "kernels/"), end="")
     return result.returncode
