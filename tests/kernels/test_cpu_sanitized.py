@@ -18,7 +18,7 @@ import pytest
 from toolkit.kernels import cpu
 
 ROOT = Path(__file__).parents[2]
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g1"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O0", "-g1"]
 
 if not cpu.available() or shutil.which("g++") is None or not sys.platform.startswith("linux"):
     pytest.skip("needs Linux, g++ and the CPU kernels", allow_module_level=True)
