@@ -202,6 +202,23 @@ class Server(Process):
         return until(found, START_TIMEOUT)[1]
 
 
+_running: dict[str, Server] = {}
+
+
+def shared(name: str, start: Callable[[], Server]) -> Iterator[Server]:
+    """Yield the running server of that name. The fixture that starts it ends it, healthy.
+
+    To pytest, a fixture that several folders import is several fixtures."""
+    if name in _running:
+        yield _running[name]
+        return
+    _running[name] = start()
+    yield _running[name]
+    served = _running.pop(name)
+    served.await_health()
+    served.stop()
+
+
 def until(condition: Callable[[], object], timeout: float = WAIT) -> object:
     """Wait until the condition is true; return its value."""
     deadline = time.monotonic() + timeout

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests import checkpoints
-from tests.server import Server
+from tests.server import Server, shared
 
 CONTEXT = 8192
 """Context of the models, in tokens: long enough that an endless request runs for many seconds."""
@@ -76,18 +76,9 @@ def model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="session")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The shared server. Tests leave it idle and healthy."""
-    served = Server(
-        str(model),
-        "--served-model-name",
-        "tiny",
-        "org/other/name",
-        "--num-gpu-blocks-override",
-        "4096",
-        cwd=tmp_path_factory.mktemp("cwd"),
-    )
-    yield served
-    served.await_health()
-    served.stop()
+    names = ("--served-model-name", "tiny", "org/other/name")
+    arguments = (str(model), *names, "--num-gpu-blocks-override", "4096")
+    yield from shared("server", lambda: Server(*arguments, cwd=tmp_path_factory.mktemp("cwd")))
 
 
 @pytest.fixture(scope="session")
@@ -110,31 +101,30 @@ def base(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
     The tokenizer is in another folder, without a chat template. A line break is an EOS token, too.
     """
-    folder = checkpoints.save(
-        reference.model, tmp_path_factory.mktemp("models") / "base", tokenizer=False
-    )
+    yield from shared("base", lambda: start_base(reference, tmp_path_factory.mktemp("models")))
+
+
+def start_base(reference: Reference, parent: Path) -> Server:
+    folder = checkpoints.save(reference.model, parent / "base", tokenizer=False)
     checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
     line_break = reference.tokenizer.encode("\n")
     checkpoints.edit_json(
         folder / "generation_config.json", eos_token_id=[checkpoints.EOS, *line_break]
     )
-    reference.tokenizer.save_pretrained(folder.parent / "tokenizer")
-    (folder.parent / "tokenizer" / "chat_template.jinja").unlink()
-    served = Server(
+    reference.tokenizer.save_pretrained(parent / "tokenizer")
+    (parent / "tokenizer" / "chat_template.jinja").unlink()
+    return Server(
         str(folder),
         "--kv-cache-memory",
         str(SMALL),
         "--max-model-len",
         str(SMALL_TOKENS),
         "--tokenizer",
-        str(folder.parent / "tokenizer"),
+        str(parent / "tokenizer"),
         "--metrics-prefix",
         "vllm",
-        cwd=folder.parent,
+        cwd=parent,
     )
-    yield served
-    served.await_health()
-    served.stop()
 
 
 @pytest.fixture
