@@ -72,7 +72,8 @@ def test_examples_work_and_responses_match_their_schemas(
 ) -> None:
     tried = 0
     for (method, path), operation in operations(document).items():
-        if method == "DELETE" or "{" in path or path in POOLING:
+        needs_more = path in POOLING or "lora" in path  # another model, or adapters
+        if method == "DELETE" or "{" in path or needs_more:
             continue
         body = None
         if "requestBody" in operation:

@@ -22,7 +22,7 @@ EXPECTED = {
     Access.KEY: {"GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /load"},
     Access.ADMIN: {
         "GET /tk/requests", "DELETE /tk/requests/{id}", "POST /reset_prefix_cache",
-        "GET /server_info",
+        "GET /server_info", "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
     },
     Access.MODEL_WORK: {
         "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses",

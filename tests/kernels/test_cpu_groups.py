@@ -227,9 +227,11 @@ def test_weights_are_packed_for_products_and_rows():
     assert weight.shape == groups.shape
     x = torch.randn(3, case.columns).to(BF16)
     exact = expected(case._replace(activation="silu"), x, groups, bias)
-    y = weight.product(x, Epilogue())
+    y = weight.product(x, Epilogue(bias, "silu", dtype=FP32))
     assert y.dtype == FP32
     torch.testing.assert_close(y.double(), exact, atol=0.05, rtol=0.05)
+    sums = weight.product(x, Epilogue(bias, dtype=FP32)).double()
+    torch.testing.assert_close(sums, expected(case, x, groups, bias), atol=0.05, rtol=0.05)
     assert torch.equal(weight.take(torch.tensor([5])), groups.dequantize()[5:6].to(BF16))
 
 
