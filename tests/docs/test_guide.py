@@ -226,7 +226,7 @@ def save_adapter(folder: Path, model: Path) -> None:
     module = "transformer.h.0.mlp.c_proj"
     columns, rows = load_file(model / "model.safetensors")[f"{module}.weight"].shape
     folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["c_proj"]}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [module]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     name = f"base_model.model.{module}"
     tensors = {
