@@ -12,7 +12,7 @@ from toolkit.engine.cores import revival
 from toolkit.engine.cores.revival import STABLE_AFTER, CoreRestarter
 from toolkit.errors import EngineDeadError
 
-LAUNCH = SimpleNamespace(name="the engine", config=EngineConfig())
+LAUNCH = SimpleNamespace(name="the engine", config=EngineConfig(), adapters=())
 HUNG = EngineDeadError("It hangs.")
 
 
@@ -21,8 +21,8 @@ def core(last_message_at: float) -> SimpleNamespace:
 
     async def kill_and_wait() -> None: ...
 
-    async def ready(report: object) -> str:
-        return "info"
+    async def ready(report: object) -> SimpleNamespace:
+        return SimpleNamespace()
 
     return SimpleNamespace(
         last_message_at=last_message_at,
