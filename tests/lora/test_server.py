@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import openai
@@ -110,3 +111,12 @@ def test_an_adapter_cannot_have_the_model_s_name(checkpoint, mine, tmp_path):
     assert process.popen.wait(60) == 2
     process.stop()
     assert "the model is called 'twice', too" in "".join(process.lines)
+
+
+def test_an_adapter_for_another_base_model_is_refused(checkpoint, mine, tmp_path):
+    module = json.dumps({"name": "a", "path": str(mine.folder), "base_model_name": "other"})
+    model = str(checkpoint(mine.base))
+    process = Process("serve", model, "--lora-modules", module, cwd=tmp_path)
+    assert process.popen.wait(60) == 2
+    process.stop()
+    assert "base_model_name is 'other'" in "".join(process.lines)

@@ -344,7 +344,13 @@ class LoRAConfig:
     @property
     def adapters(self) -> dict[str, str]:
         """Paths, or names on the hub, of --lora-modules by the adapters' names."""
-        return _adapters(self.lora_modules)
+        return {name: module.path for name, module in _adapters(self.lora_modules).items()}
+
+    @property
+    def base_names(self) -> set[str]:
+        """Names of the base model that --lora-modules give in JSON."""
+        modules = _adapters(self.lora_modules).values()
+        return {one.base_model_name for one in modules if one.base_model_name is not None}
 
     @property
     def num_in_memory(self) -> int:
@@ -360,30 +366,29 @@ class _Module(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     path: str
-    base_model_name: str | None = None  # is that of the served model
+    base_model_name: str | None = None
 
 
-def _adapters(modules: Iterable[str]) -> dict[str, str]:
+def _adapters(modules: Iterable[str]) -> dict[str, _Module]:
     """Parse --lora-modules. Raises ConfigError."""
-    found: dict[str, str] = {}
+    found: dict[str, _Module] = {}
     for module in modules:
-        problem = None
+        problem, one = None, _Module("", "")
         if module.lstrip().startswith("{"):
             try:
                 one = msgspec.json.decode(module, type=_Module)
-                name, path = one.name, one.path
             except msgspec.DecodeError as error:
-                name = path = ""
                 problem = f"{module!r} is no adapter in JSON: {error}"
         else:
             name, _, path = module.partition("=")
-        if problem is None and not (name and path):
+            one = _Module(name, path)
+        if problem is None and not (one.name and one.path):
             problem = f"{module!r} must be a name and a path, NAME=PATH"
-        elif name in found:
-            problem = f"two adapters are called {name!r}"
+        elif one.name in found:
+            problem = f"two adapters are called {one.name!r}"
         if problem is not None:
             raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
-        found[name] = path
+        found[one.name] = one
     return found
 
 

@@ -29,8 +29,10 @@ class Entry:
 class Places(Generic[U]):
     """Keeps things in places while they are used, and after that the most recently used ones.
 
-    If every place is in use, users of other things wait. The thing that was taken up longest ago
-    then gets no new users, so that its place becomes free however many want to use it."""
+    The engine keeps adapters in the host's memory by one of these, and the scheduler keeps them in
+    the devices' slots by another. If every place is in use, users of other things wait. The thing
+    that was taken up longest ago then gets no new users, so that its place becomes free however
+    many want to use it."""
 
     def __init__(self, count: int) -> None:
         self._unused = list(range(count - 1, -1, -1))

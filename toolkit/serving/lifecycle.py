@@ -84,7 +84,13 @@ def default_name(model: str | None) -> str:
 
 
 def _require_own_names(engine: EngineConfig, names: tuple[str, ...]) -> None:
-    """Raise ConfigError if an adapter has a name of the model."""
+    """Raise ConfigError if an adapter has a name of the model, or is said to be for another."""
+    others = engine.lora.base_names - {*names, engine.model.model}
+    if others:
+        raise ConfigError(
+            f"--lora-modules: base_model_name is {min(others)!r}, and the model is {names[0]!r}.",
+            param="lora_modules",
+        )
     shared = next((name for name in engine.lora.adapters if name in names), None)
     if shared is not None:
         raise ConfigError(

@@ -7,9 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,9 +27,6 @@ from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels import cpu
 from toolkit.kernels.table import kernels_for
 from toolkit.lora.adapters import Adapters
-from toolkit.lora.files import LEAST_MAX_RANK, find_adapter
-from toolkit.lora.peft import read_config
-from toolkit.lora.tokenizer import require_same_tokenizer
 from toolkit.lora.weight import Active, Adapted
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
@@ -41,10 +38,10 @@ from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, load_processors
 from toolkit.scheduler import SchedulerOutput
-from toolkit.sequence import Adapter
 from toolkit.weights.loader import find_weights
 from toolkit.weights.quantization import require
 from toolkit.worker import memory_budget
+from toolkit.worker.adapter_reading import AdapterReader, max_lora_rank
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.cuda_runner import CudaRunner
 from toolkit.worker.cuda_state import CudaBatchState
@@ -54,7 +51,7 @@ from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.kv_cache import KVCache, cache_layout, choose_cache_dtype
 from toolkit.worker.loading import Fill, Loading
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
-from toolkit.worker.operations import LoadAdapter, Operation
+from toolkit.worker.operations import Operation
 from toolkit.worker.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -73,6 +70,7 @@ class Worker:
     _stream: torch.cuda.Stream | None = None
     _loading: Loading | None = None
     _adapters: Adapters | None = None
+    _reader: AdapterReader | None = None
 
     def __init__(
         self,
@@ -155,7 +153,8 @@ class Worker:
             self.runner.adapters = self._adapters
             self.info.max_lora_rank = self._adapters.max_rank
             with phases("adapters"):
-                self.info.adapters = self._read_adapters(self._adapters)
+                self._reader = AdapterReader(self._adapters, self.config, self.folder)
+                self.info.adapters = self._reader.read_modules()
         self._add_pooling(model, model_config, device)
         if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
@@ -352,7 +351,7 @@ class Worker:
         )
         if self.config.lora.is_enabled:
             self._require_adapters(model, device)
-            lora, rank = self.config.lora, self._max_lora_rank()
+            lora, rank = self.config.lora, max_lora_rank(self.config.lora)
             with self._on_stream(), self._room_for_weights(device):
                 self._adapters = Adapters(
                     model, everything, rank, lora.max_loras, dtype, kernels_for(device)
@@ -379,40 +378,8 @@ class Worker:
 
     def operate(self, operation: Operation) -> Future[None]:
         """Do an operation. Between steps; the next ones may run before the result is there."""
-        assert self._adapters is not None, "no operation without adapters"
-        if isinstance(operation, LoadAdapter):
-            return self._reader.submit(self._read_adapter, self._adapters, operation.adapter)
-        self._adapters.forget(operation.adapter)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @cached_property
-    def _reader(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(2, "adapters")
-
-    def _max_lora_rank(self) -> int:
-        config = self.config.lora
-        found = [find_adapter(name, Path(path)) for name, path in config.adapters.items()]
-        ranks = [read_config(one.name, Path(one.folder)).highest_rank for one in found]
-        return config.max_lora_rank or max(LEAST_MAX_RANK, *ranks, 1)
-
-    def _read_adapters(self, adapters: Adapters) -> list[Adapter]:
-        """Read --lora-modules and return them. The first of them stay in memory."""
-        config = self.config.lora
-        found: list[Adapter] = []
-        for name, path in config.adapters.items():
-            adapter = find_adapter(name, Path(path))
-            self._read_adapter(adapters, adapter)
-            if len(found) >= config.num_in_memory:
-                adapters.forget(adapter)
-            found.append(adapter)
-        return found
-
-    def _read_adapter(self, adapters: Adapters, adapter: Adapter) -> None:
-        tokenizer = self.config.model.tokenizer
-        require_same_tokenizer(adapter, self.folder if tokenizer is None else Path(tokenizer))
-        adapters.read(adapter)
+        assert self._reader is not None, "no operation without adapters"
+        return self._reader.operate(operation)
 
     def _require_adapters(self, model: Model, device: torch.device) -> None:
         """Raise ConfigError if the model cannot have adapters here."""

@@ -40,7 +40,6 @@ class UnloadRequest(RequestBody):
     model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "a"}})
 
     lora_name: Text
-    lora_int_id: int | None = None
 
 
 class AdapterChange(msgspec.Struct):
