@@ -56,6 +56,7 @@ ARROWS = {
     "models": {"attention", "distributed", "gguf", "kernels", "layers", "weights"},
     "lora": {"distributed", "kernels", "layers", "weights"},
     "pooling": {"models", "scheduler", "weights"},
+    "speculative": {"scheduler"},
     "worker": {
         "attention",
         "distributed",
@@ -66,6 +67,7 @@ ARROWS = {
         "pooling",
         "sampling",
         "scheduler",
+        "speculative",
         "weights",
     },
     "executor": {"distributed", "hardware", "models", "sampling", "scheduler", "worker"},

@@ -44,6 +44,7 @@ class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     pooling: PoolingParams | None = None  # set if the prompt is pooled instead of continued
     is_final_only: bool = False  # all tokens are reported together at the end
     adapter: Adapter | None = None  # the LoRA adapter
+    prediction_token_ids: list[int] = []  # what the client expects as the answer, or part of it
 
     @property
     def cache_key(self) -> str:

@@ -32,6 +32,7 @@ from toolkit.sequence import Adapter, SequenceSpec
 VOCAB = 11
 EOS, STOP_TOKEN = 0, 1
 GARBAGE = -1
+NO_DRAFT = -1
 MAX_MODEL_LEN = 40
 
 
@@ -69,6 +70,7 @@ class Row:
     blocks: list[int]
     seed: int
     adapter: int  # slot
+    drafts: list[int] = field(default_factory=list)
 
 
 class Device:
@@ -76,6 +78,7 @@ class Device:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.block_size, self.max_loras = scheduler.block_size, scheduler.max_loras
+        self.most_drafts = scheduler._rows.draft_tokens.shape[1]
         self.samples_elsewhere = scheduler.num_stages > 1
         """A first stage: it knows only tokens that the step brings."""
         self.cache = np.full((scheduler.pool.num_blocks, self.block_size), GARBAGE, np.int64)
@@ -100,54 +103,92 @@ class Device:
         for number, index, block in step.new_blocks.tolist():
             assert index == len(self.rows[number].blocks), "new blocks follow the row's others"
             self.rows[number].blocks.append(block)
+        num_drafts = step.num_drafts if len(step.num_drafts) else np.zeros_like(step.num_tokens)
+        for number, position, token in step.known_tokens.tolist():
+            row = self.rows[number]
+            assert position <= len(row.tokens), "the tokens before it are known"
+            row.tokens[position:] = [token]
         if self.samples_elsewhere:
-            ends = (step.num_computed + step.num_tokens)[step.samples].tolist()
-            sampling = step.rows[step.samples].tolist()
-            for number, end, token in zip(sampling, ends, step.last_tokens.tolist(), strict=True):
-                self.rows[number].tokens[end - 1 :] = [token]
-        work = list(
-            zip(
-                step.rows.tolist(),
-                step.num_tokens.tolist(),
-                step.num_computed.tolist(),
-                step.samples,
-                strict=True,
-            )
-        )
-        prefixes = {number: self._prefixes(self.rows[number]) for number, *_ in work}
+            for number, count in zip(step.rows.tolist(), num_drafts.tolist(), strict=True):
+                row = self.rows[number]
+                end = len(row.tokens) - count
+                row.tokens, row.drafts = row.tokens[:end], row.tokens[end:]
+        work = []
+        for number, count, computed, samples, drafts in zip(
+            step.rows.tolist(),
+            step.num_tokens.tolist(),
+            step.num_computed.tolist(),
+            step.samples.tolist(),
+            num_drafts.tolist(),
+            strict=True,
+        ):
+            row = self.rows[number]
+            # What the host assumed to be accepted, and was not, is computed again.
+            start = len(row.tokens) + drafts - count if samples else computed
+            assert start <= computed, "the host's numbers are upper bounds"
+            assert samples or not drafts
+            missing = drafts - len(row.drafts)
+            tokens = row.tokens + row.drafts[:drafts] + [NO_DRAFT] * missing
+            assert start + count <= len(tokens), "only known tokens and drafts can be computed"
+            work.append((row, start, start + count, samples, drafts, self._prefixes(row, tokens)))
         # A layer first writes all keys of a step, then reads.
-        for number, count, computed, _ in work:
-            row = self.rows[number]
-            assert computed + count <= len(row.tokens), "only known tokens can be computed"
-            for position in range(computed, computed + count):
-                block = row.blocks[position // self.block_size]
-                self.cache[block, position % self.block_size] = (
-                    GARBAGE if self.is_broken else prefixes[number][position]
-                )
-        sampled = []
-        for number, count, computed, samples in work:
-            row = self.rows[number]
-            seen = computed + count
+        for row, start, end, _, _, prefixes in work:
+            for position in range(start, end):
+                self._write(row, position, GARBAGE if self.is_broken else prefixes[position])
+        sampled, counts, offered = [], [], []
+        for row, _, end, samples, drafts, prefixes in work:
             if not self.is_broken:
                 held = [
                     self.cache[row.blocks[p // self.block_size], p % self.block_size]
-                    for p in range(seen)
+                    for p in range(end)
                 ]
-                assert held == prefixes[number][:seen], (
-                    f"row {number} reads another request's cache"
-                )
+                assert held == prefixes[:end], "a row reads another request's cache, or a stale one"
             if samples:
-                assert seen == len(row.tokens), "the next token comes after all the others"
-                adapter = self.adapters[row.adapter]
-                sampled.append(next_token(tuple(row.tokens), row.seed, adapter))
+                assert end == len(row.tokens) + drafts, "the next token comes after all the others"
+                new = self._sample(row, drafts)
+                for position in range(len(row.tokens) + len(new) - 1, end):
+                    self._write(row, position, GARBAGE)  # a wrong draft's keys
+                sampled += new
+                counts.append(len(new))
+                offered.append(self._draft(row, new))
                 if not self.samples_elsewhere:
-                    row.tokens.append(sampled[-1])
-        return ModelOutput(step.step, np.array(sampled, np.int32))
+                    row.tokens += new
+                    row.drafts = [token for token in offered[-1] if token >= 0]
+        return ModelOutput(
+            step.step,
+            np.array(sampled, np.int32),
+            counts=np.array(counts, np.int32) if self.most_drafts else None,
+            drafts=np.array(offered, np.int32).reshape(-1, self.most_drafts)
+            if self.most_drafts
+            else None,
+        )
 
-    def _prefixes(self, row: Row) -> list[int]:
+    def _write(self, row: Row, position: int, prefix: int) -> None:
+        self.cache[row.blocks[position // self.block_size], position % self.block_size] = prefix
+
+    def _sample(self, row: Row, num_drafts: int) -> list[int]:
+        """Return the new tokens: while a draft is right, one more."""
+        tokens, new = list(row.tokens), list[int]()
+        for nth in range(num_drafts + 1):
+            new.append(next_token(tuple(tokens), row.seed, self.adapters[row.adapter]))
+            tokens.append(new[-1])
+            if new[-1:] != row.drafts[nth : nth + 1]:
+                break
+        return new
+
+    def _draft(self, row: Row, new: list[int]) -> list[int]:
+        """Return drafts, mostly right ones, padded with NO_DRAFT."""
+        tokens, drafts = row.tokens + new, list[int]()
+        chance = random.Random(f"{row.seed}:{tokens}:drafts")
+        for _ in range(chance.randint(0, self.most_drafts)):
+            right = next_token((*tokens, *drafts), row.seed, self.adapters[row.adapter])
+            drafts.append(right if chance.random() < 0.7 else chance.randrange(VOCAB))
+        return drafts + [NO_DRAFT] * (self.most_drafts - len(drafts))
+
+    def _prefixes(self, row: Row, tokens: list[int]) -> list[int]:
         """Return the id of the token prefix at each position, which depends on the adapter."""
         names, name = [], self.adapters[row.adapter]
-        for token in row.tokens:
+        for token in tokens:
             name = self.prefix_ids.setdefault((name, token), len(self.prefix_ids) + 1)
             names.append(name)
         return names
@@ -167,6 +208,7 @@ class Plan:
     depth: int = 1
     num_stages: int = 1
     max_loras: int = 1
+    most_drafts: int = 0
     schedules_singly: bool = False
     """Schedule each running request in Python, as when blocks are scarce."""
     arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
@@ -219,7 +261,7 @@ class Outcome:
 
 def make_scheduler(plan: Plan) -> Scheduler:
     """Create the scheduler. Its rows keep few tokens, so that they are flushed several times."""
-    with mock.patch.object(rows, "LEAST_TAIL", 16):
+    with mock.patch.object(rows, "LEAST_TAIL", 32 if plan.most_drafts else 16):
         scheduler = Scheduler(
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
@@ -231,6 +273,7 @@ def make_scheduler(plan: Plan) -> Scheduler:
             enable_prefix_caching=plan.caching,
             num_stages=plan.num_stages,
             max_loras=plan.max_loras,
+            most_drafts=plan.most_drafts,
         )
     if plan.schedules_singly:
         scheduler._schedule_batch = lambda step: False
@@ -270,7 +313,7 @@ def run(plan: Plan) -> Outcome:
             for request, samples in zip(scheduled, step.samples.tolist(), strict=True):
                 known = request.num_known_tokens - request.num_prompt_tokens
                 if plan.num_stages > 1:
-                    assert request.num_in_flight == samples, "it had no token in flight"
+                    assert samples == bool(request.num_in_flight), "it had no token in flight"
                 if samples and known >= plan.failing_requests.get(request.id, MAX_MODEL_LEN):
                     failure = failure or "error"
             output = device.execute(step, fails=failure is not None)

@@ -78,6 +78,7 @@ def plans(draw, *, failing: bool = False, aborting: bool = True):
         depth=draw(st.sampled_from([1, 2, 2, 3])),
         num_stages=draw(st.sampled_from([1, 1, 2, 3])),
         max_loras=draw(st.integers(1, 3)),
+        most_drafts=draw(st.sampled_from([0, 1, 3])),
         arrivals=arrivals,
     )
     names = [request.id for request in plan.requests]

@@ -83,7 +83,7 @@ def test_a_step_brings_the_tokens_sampled_since_the_last() -> None:
                 token_of(row, end - 1) if end > 5 else 2 + row
                 for row, end in zip(rows, ends, strict=True)
             ]
-            assert sorted(step.last_tokens.tolist()) == sorted(newest)
+            assert sorted(step.known_tokens[:, 2].tolist()) == sorted(newest)
             in_flight.append(step)
         step = in_flight.popleft()
         scheduler.update(step, answer(step))

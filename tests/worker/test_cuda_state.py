@@ -67,8 +67,10 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
             new_blocks += [(row, index, rng.randrange(500)) for index in range(have, need)]
             computed[row] += counts[-1]
             lengths[row] = max(lengths[row], computed[row])
-        samples = np.array([rng.random() < 0.7 for _ in rows], np.bool_)
-        has_last_tokens = rng.random() < 0.5
+        at_end = [computed[row] == lengths[row] for row in rows]
+        samples = np.array([all_known and rng.random() < 0.7 for all_known in at_end], np.bool_)
+        sampling = [row for row, samples_it in zip(rows, samples, strict=True) if samples_it]
+        newest = [(row, computed[row] - 1, rng.randrange(1000)) for row in sampling]
         steps.append(
             SchedulerOutput(
                 step=number,
@@ -78,10 +80,7 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
                 samples=samples,
                 new_rows=new_rows,
                 new_blocks=np.array(new_blocks, np.int32).reshape(-1, 3),
-                last_tokens=np.array(
-                    [rng.randrange(1000) for _ in range(has_last_tokens * int(samples.sum()))],
-                    np.int32,
-                ),
+                known_tokens=np.array(newest, np.int32).reshape(-1, 3),
             )
         )
     return steps

@@ -15,6 +15,7 @@ from toolkit.config import (
     PluginConfig,
     SchedulerConfig,
     ServerConfig,
+    SpeculationConfig,
 )
 from toolkit.config.dry_run import DryRunConfig
 
@@ -25,6 +26,7 @@ from toolkit.config.dry_run import DryRunConfig
     ModelConfig,
     ServerConfig,
     LoRAConfig,
+    SpeculationConfig,
     PluginConfig,
     DeviceConfig,
     CacheConfig,
@@ -36,6 +38,7 @@ def serve(
     model: ModelConfig,
     server: ServerConfig,
     lora: LoRAConfig,
+    speculation: SpeculationConfig,
     plugins: PluginConfig,
     device: DeviceConfig,
     cache: CacheConfig,
@@ -52,6 +55,7 @@ def serve(
         parallel=parallel,
         plugins=plugins,
         lora=lora,
+        speculation=speculation,
     )
     if dry.dry_run:
         from toolkit.inventory.dry_run import dry_run

@@ -13,6 +13,7 @@ from toolkit.config.engine import (
 from toolkit.config.fields import Option, build, option, options
 from toolkit.config.run import RunConfig
 from toolkit.config.server import ServerConfig
+from toolkit.config.speculation import Speculation, SpeculationConfig
 
 __all__ = [
     "CacheConfig",
@@ -26,6 +27,8 @@ __all__ = [
     "RunConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "Speculation",
+    "SpeculationConfig",
     "build",
     "option",
     "options",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from toolkit.config.fields import check_all, option, options
+from toolkit.config.speculation import SpeculationConfig
 from toolkit.errors import ConfigError, did_you_mean
 
 MAX_GIB = 2.0**20  # more than any machine has; rejects infinity
@@ -403,6 +404,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     plugins: PluginConfig = field(default_factory=PluginConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> EngineConfig:

@@ -4,7 +4,7 @@ Hidden states, with the residual added, go to the same rank of the next stage: b
 background, by NCCL in the order of the device's work, outside CUDA graphs. Every rank has the state
 of all rows, and as many KV blocks as the rank that can hold the fewest. Devices send nothing back:
 the first rank of the last stage returns a step's tokens, and all stages get them with the next step
-of their rows (`SchedulerOutput.last_tokens`). So a request decodes in one step at a time
+of their rows (`SchedulerOutput.known_tokens`). So a request decodes in one step at a time
 (`scheduler.planner`)."""
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ class EngineCore:
             chunks_prompts=info.chunks_prompts,
             num_stages=config.parallel.pipeline_parallel_size,
             max_loras=config.lora.max_loras,
+            most_drafts=info.most_drafts,
         )
         in_memory = config.lora.num_in_memory
         self._adapters = AdapterLoads(executor.operate, in_memory, info.adapters[:in_memory])

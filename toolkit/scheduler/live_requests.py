@@ -32,11 +32,13 @@ class LiveRequests:
         chunks_prompts: bool = True,
         num_stages: int = 1,
         max_loras: int = 0,
+        most_drafts: int = 0,
     ) -> None:
         """`chunks_prompts`: a prompt may span several steps; else a long one gets its own step.
 
         `num_stages`: pipeline stages; that many steps in flight have different requests.
-        `max_loras`: adapters that running requests may have."""
+        `max_loras`: adapters that running requests may have.
+        `most_drafts`: drafts that a request computes in one step."""
         self.block_size = block_size
         self.num_stages = num_stages
         self.chunks_prompts = chunks_prompts
@@ -50,7 +52,7 @@ class LiveRequests:
         """In rank order, so that a preempted request has not been scheduled in the same step."""
         self._requests: dict[str, Request] = {}
         self._waiting: list[tuple[Rank, Request]] = []
-        self._rows = Rows(max_num_seqs, block_size)
+        self._rows = Rows(max_num_seqs, block_size, most_drafts)
         self.max_loras = max_loras
         self.adapters = Places[Request](max_loras)
         """The devices' places for adapters, by the adapters' keys."""

@@ -45,6 +45,13 @@ class SchedulerOutput:
     num_tokens: IntArray
     num_computed: IntArray
     samples: npt.NDArray[np.bool_]
+    num_drafts: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """Number of each request's last tokens that are drafts. Empty: none are.
+
+    A request that samples computes all its tokens up to the newest, and drafts after it: one token
+    is sampled after the newest and after each draft. It begins at its length, which the device
+    knows, minus the tokens that are no drafts; `num_computed` is not less, and more if drafts in
+    flight are not accepted."""
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
     """[num_new, 3]: row, index in its block table, block. For rows that had blocks before."""
@@ -57,13 +64,20 @@ class SchedulerOutput:
     constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Indices into `rows`, rising, of requests whose next token a grammar constrains. With any of
     them, the step samples when their masks arrive (`Pending.constrain`)."""
-    last_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """The newest token of each request that samples, for pipeline stages that do not sample
-    themselves. Empty where the device that continues knows the token."""
+    known_tokens: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    """[n, 3]: row, position, token. The newest tokens and the drafts of requests that sample, for
+    pipeline stages that do not sample themselves. Empty where the device knows them."""
 
     @property
     def total_tokens(self) -> int:
         return int(self.num_tokens.sum())
+
+    @property
+    def num_sampled(self) -> IntArray:
+        """Tokens that each sampling request samples, of which `ModelOutput` keeps one or more."""
+        if not len(self.num_drafts):
+            return np.ones(int(np.count_nonzero(self.samples)), np.int32)
+        return 1 + self.num_drafts[self.samples]
 
 
 @dataclass(slots=True)
@@ -90,8 +104,8 @@ class PromptLogprobs:
 class ModelOutput:
     """Results of a step.
 
-    `token_ids`: [num_sampled], in the order of the step's sampling requests; -1 marks a request
-    whose logits were not finite."""
+    `token_ids`: new tokens, in the order of the step's sampling requests; -1 marks a request whose
+    logits were not finite, and is its last. A request that computed no drafts has one token."""
 
     step: int
     token_ids: IntArray
@@ -102,4 +116,8 @@ class ModelOutput:
     """Vectors of pooled prompts, by index among the sampling requests."""
     num_compiled: int = 0  # kernels compiled since the last step, which should be none
     failures: dict[int, str] = field(default_factory=dict)
-    """Errors of logits processors, by index among the sampling requests, whose token is -1."""
+    """Errors of logits processors, by index into `token_ids`, which is -1 there."""
+    counts: IntArray | None = None
+    """Tokens of each sampling request: its accepted drafts, and one more. None: one each."""
+    drafts: IntArray | None = None
+    """[num_sampled, most]: drafts of the tokens that follow, padded with -1. None: no drafter."""

@@ -65,6 +65,8 @@ class Planner(LiveRequests):
             num_tokens *= in_flight == 0
             decoding = np.flatnonzero(num_tokens == 1)
             num_tokens[decoding[self._stage_share(len(decoding)) :]] = 0
+        if has_drafts := bool(np.count_nonzero(rows.drafts.take(where))):
+            num_tokens += rows.more_drafts(where, num_tokens)
         total = int(np.add.reduce(num_tokens))
         if total > step.budget:
             before = num_tokens.cumsum() - num_tokens
@@ -74,13 +76,17 @@ class Planner(LiveRequests):
         grows = end > rows.capacity.take(where)
         if np.count_nonzero(grows) and not self._grow_batch(batch, grows, end, step):
             return False
-        samples = end == tokens
+        samples = end >= tokens
+        num_drafts = (end - tokens) * samples if has_drafts else None
+        num_sampled = samples if num_drafts is None else samples + num_drafts
         rows.computed[where], rows.tokens[where], rows.in_flight[where] = (
             end,
-            tokens + samples,
-            in_flight + samples,
+            tokens + num_sampled,
+            in_flight + num_sampled,
         )
-        part = BatchPart(batch.requests, where, batch.rows_int32, num_tokens, computed, samples)
+        part = BatchPart(
+            batch.requests, where, batch.rows_int32, num_tokens, computed, samples, num_drafts
+        )
         if np.count_nonzero(num_tokens) < len(num_tokens):
             part = part.without_idle()
         step.budget -= total
@@ -132,6 +138,7 @@ class Planner(LiveRequests):
             num_decoding += wanted == 1
             num_tokens = 0 if wanted == 1 and num_decoding > most else min(wanted, step.budget)
             if num_tokens > 0 and self._make_room(request, num_tokens, step):
+                num_tokens += self._add_drafts(request, num_tokens, step)
                 self._take(request, num_tokens, step)
             index += 1
 
@@ -156,6 +163,16 @@ class Planner(LiveRequests):
             self._preempt(victim, step)
             if victim is request:
                 return False
+
+    def _add_drafts(self, request: Request, num_tokens: int, step: StepBuilder) -> int:
+        """Return how many drafts to add. They get blocks that are free, and preempt no request."""
+        row = np.array([request.row])
+        drafts = int(self._rows.more_drafts(row, np.array([num_tokens], np.int32))[0])
+        drafts = min(drafts, step.budget - num_tokens)
+        end = request.num_computed_tokens + num_tokens
+        room = (len(request.blocks) + self.pool.num_free) * self.block_size - end
+        drafts = min(drafts, room)
+        return drafts if self._make_room(request, num_tokens + drafts, step) else 0
 
     def _grow(self, request: Request, row: int, blocks: list[int], step: StepBuilder) -> None:
         held = request.blocks
@@ -293,9 +310,11 @@ class Planner(LiveRequests):
         step.num_tokens.append(num_tokens)
         step.num_computed.append(request.num_computed_tokens)
         step.budget -= num_tokens
-        samples = request.num_tokens_to_compute == num_tokens
+        num_drafts = max(0, num_tokens - request.num_tokens_to_compute)
+        samples = request.num_tokens_to_compute <= num_tokens
         step.samples.append(samples)
-        request.schedule(num_tokens, samples=samples)
+        step.num_drafts.append(num_drafts)
+        request.schedule(num_tokens, samples + num_drafts)
         self._register_blocks(request)
 
     def _close(self, step: StepBuilder) -> SchedulerOutput:
@@ -306,6 +325,7 @@ class Planner(LiveRequests):
             num_tokens=part.num_tokens,
             num_computed=part.num_computed,
             samples=part.samples,
+            num_drafts=_NONE if part.num_drafts is None else part.num_drafts,
             new_rows=step.new_rows,
             new_blocks=np.array(step.new_blocks, np.int32).reshape(-1, 3),
             swap_out=step.swap_out,
@@ -314,8 +334,9 @@ class Planner(LiveRequests):
             prompt_logprobs=step.prompt_logprobs,
         )
         if self.num_stages > 1:
-            ends = (part.num_computed + part.num_tokens)[part.samples]
-            output.last_tokens = self._rows.newest(part.rows[part.samples], ends)
+            output.known_tokens = self._rows.known_tokens(
+                part.rows[part.samples], output.num_sampled - 1
+            )
         if self._rows.constrained.any():
             output.constrained = np.flatnonzero(
                 self._rows.constrained.take(part.rows) & part.samples
@@ -339,10 +360,14 @@ class Planner(LiveRequests):
             np.array(step.num_tokens, np.int32),
             np.array(step.num_computed, np.int32),
             np.array(step.samples, np.bool_),
+            np.array(step.num_drafts, np.int32) if any(step.num_drafts) else None,
         )
         if step.together is None:
             return part
         first = step.together
+        num_drafts = first.num_drafts
+        if num_drafts is not None:
+            num_drafts = np.pad(num_drafts, (0, len(rows)))  # the others have just been admitted
         return BatchPart(
             first.requests + part.requests,
             np.concatenate((first.rows, part.rows)),
@@ -350,4 +375,8 @@ class Planner(LiveRequests):
             np.concatenate((first.num_tokens, part.num_tokens)),
             np.concatenate((first.num_computed, part.num_computed)),
             np.concatenate((first.samples, part.samples)),
+            num_drafts,
         )
+
+
+_NONE = np.empty(0, np.int32)

@@ -40,7 +40,9 @@ class Request:
     """One sequence being generated. Lengths are in tokens.
 
     `num_computed_tokens` counts the tokens in the KV cache once every scheduled step has run. The
-    token that such a step samples is counted by `num_in_flight` until it is known.
+    tokens that such a step samples are counted by `num_in_flight` until they are known. With
+    drafts, both are upper bounds until then: tokens after a wrong draft are taken off again. Known
+    tokens are exact, and a block of them is final.
 
     While the request runs, its counts and newest tokens are in the scheduler's `Rows`, where a step
     changes those of all requests at once. The properties read them there."""
@@ -184,11 +186,18 @@ class Request:
         longest = min(self.num_prompt_tokens + self.spec.max_tokens, max_model_len)
         return max(longest, self.num_prompt_tokens + 1)
 
-    def schedule(self, num_tokens: int, *, samples: bool) -> None:
-        """Count the tokens that the next step computes, and the one that it samples."""
+    def schedule(self, num_tokens: int, num_sampled: int) -> None:
+        """Count the tokens that the next step computes, and those that it samples."""
         self._counts[COMPUTED] += num_tokens
-        self._counts[TOKENS] += samples
-        self._counts[IN_FLIGHT] += samples
+        self._counts[TOKENS] += num_sampled
+        self._counts[IN_FLIGHT] += num_sampled
+
+    def reject(self, num_tokens: int) -> None:
+        """Drop sampled tokens that follow a wrong draft. For a request without a row."""
+        self._counts[TOKENS] -= num_tokens
+        self._counts[IN_FLIGHT] -= num_tokens
+        if self._counts[COMPUTED]:  # else they are recomputed anyway
+            self._counts[COMPUTED] -= num_tokens
 
     def append(self, token_id: int) -> None:
         """Append a token that was in flight. For a request without a row."""

@@ -19,7 +19,7 @@ class Rows:
     at p modulo the width; the request copies them before they are overwritten
     (`Request.flush_tail`)."""
 
-    def __init__(self, num_rows: int, block_size: int) -> None:
+    def __init__(self, num_rows: int, block_size: int, most_drafts: int = 0) -> None:
         self.counts = np.zeros((NUM_COUNTS, num_rows), np.int32)
         self.computed, self.tokens, self.in_flight = self.counts
         self.prompts = np.zeros(num_rows, np.int32)  # tokens of the prompt
@@ -34,6 +34,9 @@ class Rows:
         self.is_final_only = np.zeros(num_rows, np.bool_)
         """True if nothing is reported before its end."""
         self.constrained = np.zeros(num_rows, np.bool_)  # True if a grammar constrains its tokens
+        self.drafts = np.zeros(num_rows, np.int32)  # how many the next step may compute
+        self.draft_tokens = np.zeros((num_rows, most_drafts), np.int32)
+        self.fresh = np.zeros(num_rows, np.int32)  # tokens that the last step with it brought
         self.clients = np.zeros(num_rows, np.int32)
         self.numbers = np.zeros(num_rows, np.int64)
         self.stops = np.full((num_rows, 0), NO_TOKEN, np.int32)
@@ -55,6 +58,7 @@ class Rows:
         self.is_final_only[row] = request.spec.is_final_only
         self.needs_own_output[row] = request.needs_own_output
         self.constrained[row] = request.grammar is not None
+        self.drafts[row], self.fresh[row] = 0, 1
         self.clients[row], self.numbers[row] = request.client, request.number
         self._set_stops(row, request)
 
@@ -64,17 +68,67 @@ class Rows:
         self.constrained[request.row] = False
         request.leave()
 
-    def sampled(self, rows: npt.NDArray[np.intp], token_ids: IntArray) -> IntArray:
-        """Append one token to each row. Return the numbers of known tokens."""
-        known = self.tokens.take(rows)
-        self.in_flight[rows] = in_flight = self.in_flight.take(rows) - 1
-        known -= in_flight
-        self.tails[rows, (known - 1) % self.width] = token_ids
-        return known
+    def append(
+        self,
+        rows: npt.NDArray[np.intp],
+        token_ids: IntArray,
+        firsts: npt.NDArray[np.int64],
+        num_sampled: IntArray,
+        counts: IntArray,
+    ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Append to each row its `counts` of tokens from `firsts` on, up to one that ends it.
 
-    def newest(self, rows: npt.NDArray[np.intp], ends: IntArray) -> IntArray:
-        """Return the tokens before the positions `ends`, the first unknown ones of these rows."""
-        return self.tails[rows, (ends - 1) % self.width]
+        num_sampled: tokens that were assumed. Returns (tokens that were appended, who ended)."""
+        in_flight = self.in_flight.take(rows)
+        known = self.tokens.take(rows) - in_flight
+        kept, ended = counts, np.zeros(len(rows), np.bool_)
+        live = np.arange(len(rows))
+        for nth in range(counts.max(initial=1)):
+            if nth:
+                live = np.flatnonzero(kept > nth)
+            some, tokens = rows.take(live), token_ids.take(firsts.take(live) + nth)
+            end = known.take(live) + (nth + 1)
+            self.tails[some, (end - 1) % self.width] = tokens
+            ends = self.ended(some, tokens, end)
+            if np.count_nonzero(ends):
+                kept = kept.copy() if kept is counts else kept
+                kept[live[ends]] = nth + 1
+                ended[live[ends]] = True
+        self.in_flight[rows] = in_flight - num_sampled
+        if self.draft_tokens.shape[1]:
+            self.tokens[rows] -= num_sampled - kept
+            self.computed[rows] -= num_sampled - kept
+            self.fresh[rows] = kept
+        return kept, ended
+
+    def offer(self, rows: npt.NDArray[np.intp], drafts: IntArray) -> None:
+        """Set the rows' drafts [n, most], padded with -1, for their next step."""
+        self.draft_tokens[rows] = drafts
+        self.drafts[rows] = np.count_nonzero(drafts >= 0, axis=1)
+
+    def more_drafts(self, rows: npt.NDArray[np.intp], num_tokens: IntArray) -> IntArray:
+        """Return how many drafts to add to requests that compute `num_tokens`.
+
+        None unless that is one token, the newest. All could be accepted, and one token follows."""
+        room = self.limit.take(rows) - self.tokens.take(rows) - 1
+        drafts: IntArray = np.clip(room, 0, self.drafts.take(rows)) * (num_tokens == 1)
+        return drafts
+
+    def known_tokens(self, rows: npt.NDArray[np.intp], num_drafts: IntArray) -> IntArray:
+        """Return (row, position, token) [n, 3] of fresh tokens and of drafts.
+
+        For rows without tokens in flight but those of the step that is being scheduled."""
+        ends = self.tokens.take(rows) - self.in_flight.take(rows)
+        fresh = self.fresh.take(rows)
+        counts = fresh + num_drafts
+        which = np.repeat(np.arange(len(rows)), counts)
+        nth = np.arange(len(which)) - (counts.cumsum() - counts)[which] - fresh[which]
+        row, position = rows[which], ends[which] + nth
+        tokens = self.tails[row, position % self.width]
+        if self.draft_tokens.shape[1]:
+            drafts = self.draft_tokens[row, np.maximum(nth, 0)]
+            tokens = np.where(nth < 0, tokens, drafts)
+        return np.stack((row, position, tokens), axis=1).astype(np.int32)
 
     def ended(
         self, rows: npt.NDArray[np.intp], token_ids: IntArray, known: IntArray

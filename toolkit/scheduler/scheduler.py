@@ -1,11 +1,19 @@
 """Scheduler: plans steps (`planner`), takes in their tokens, and recovers from failed ones."""
 
 import numpy as np
+import numpy.typing as npt
 
-from toolkit.scheduler.output import ModelOutput, PromptLogprobs, SchedulerOutput
+from toolkit.scheduler.output import IntArray, ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.planner import Planner
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
-from toolkit.scheduler.step import RowArray, StepBuilder, StepInFlight, StepResult, StepResults
+from toolkit.scheduler.step import (
+    BoolArray,
+    RowArray,
+    StepBuilder,
+    StepInFlight,
+    StepResult,
+    StepResults,
+)
 
 
 class Scheduler(Planner):
@@ -26,7 +34,7 @@ class Scheduler(Planner):
             return StepResults(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         others = self._new_prompt_logprobs(step, result)
         which = np.flatnonzero(output.samples)
-        results = self._append_all(step, which, output.step, result)
+        results = self._append_all(step, which, output, result)
         results.others = others + results.others
         if not self._suspects:
             self._num_unexplained_failures = 0
@@ -35,56 +43,74 @@ class Scheduler(Planner):
         return results
 
     def _append_all(
-        self, step: StepInFlight, which: RowArray, number: int, result: ModelOutput
+        self, step: StepInFlight, which: RowArray, output: SchedulerOutput, result: ModelOutput
     ) -> StepResults:
         """Append the tokens of the requests that sampled: `which`, as indices into the step."""
-        table, others, token_ids, failures = self._rows, [], result.token_ids, result.failures
-        rows, samples = step.rows.take(which), np.arange(len(which))
+        table, others, token_ids = self._rows, list[StepResult](), result.token_ids
+        rows, num_sampled, drafts = step.rows.take(which), output.num_sampled, result.drafts
+        counts = num_sampled if result.counts is None else result.counts
+        firsts = (counts.cumsum() - counts).astype(np.int64)
         if step.num_rows_released != self._num_rows_released:
-            stays = table.taken_at.take(rows) <= number
-            for sample in samples[~stays].tolist():
-                late = step.requests[which.item(sample)]
-                others += self._append_late(late, token_ids.item(sample), sample, failures)
-            which, samples, rows, token_ids = (
-                which[stays],
-                samples[stays],
-                rows[stays],
-                token_ids[stays],
-            )
-        known = table.sampled(rows, token_ids)
-        told = table.ended(rows, token_ids, known)
+            stays = table.taken_at.take(rows) <= output.step
+            for at in np.flatnonzero(~stays).tolist():
+                late, first, count = step.requests[which.item(at)], firsts.item(at), counts.item(at)
+                late.reject(num_sampled.item(at) - count)
+                others += self._append_late(late, first, token_ids[first : first + count], result)
+            which, rows, firsts = which[stays], rows[stays], firsts[stays]
+            num_sampled, counts = num_sampled[stays], counts[stays]
+            drafts = None if drafts is None else drafts[stays]
+        if drafts is not None:
+            table.offer(rows, drafts)
+        kept, told = table.append(rows, token_ids, firsts, num_sampled, counts)
         told |= table.needs_own_output.take(rows)
         silent = told | table.is_final_only.take(rows)
-        clients, numbers = table.clients.take(rows), table.numbers.take(rows)
-        results = StepResults(clients, numbers, token_ids, others)
-        if np.count_nonzero(silent):
-            plain = ~silent
-            results = StepResults(clients[plain], numbers[plain], token_ids[plain], others)
-        if np.count_nonzero(told):
-            for at in np.flatnonzero(told).tolist():
-                request = step.requests[which.item(at)]
-                others.append(
-                    self._result_of(request, token_ids.item(at), samples.item(at), failures)
-                )
+        results = StepResults(*self._columns(rows, token_ids, firsts, counts, ~silent), others)
+        for at in np.flatnonzero(told).tolist() if np.count_nonzero(told) else ():
+            request, first = step.requests[which.item(at)], firsts.item(at)
+            tokens = token_ids[first : first + kept.item(at)].tolist()
+            if not request.spec.is_final_only:
+                earlier = enumerate(tokens[:-1], first)
+                others += [StepResult(request, token, sample) for sample, token in earlier]
+            others.append(self._result_of(request, tokens[-1], first + len(tokens) - 1, result))
         return results
 
+    def _columns(
+        self,
+        rows: RowArray,
+        token_ids: IntArray,
+        firsts: npt.NDArray[np.int64],
+        counts: IntArray,
+        plain: BoolArray,
+    ) -> tuple[IntArray, npt.NDArray[np.int64], IntArray]:
+        """Return (clients, numbers, tokens) of the plain rows, an entry for each token."""
+        if np.count_nonzero(plain) < len(rows):
+            rows, firsts, counts = rows[plain], firsts[plain], counts[plain]
+        clients, numbers = self._rows.clients.take(rows), self._rows.numbers.take(rows)
+        if len(token_ids) == len(rows):
+            return clients, numbers, token_ids
+        start = firsts - (counts.cumsum() - counts)
+        where = np.arange(counts.sum()) + np.repeat(start, counts)
+        return np.repeat(clients, counts), np.repeat(numbers, counts), token_ids.take(where)
+
     def _append_late(
-        self, request: Request, token_id: int, sample: int, failures: dict[int, str]
+        self, request: Request, first: int, token_ids: IntArray, result: ModelOutput
     ) -> list[StepResult]:
-        """Append a token of a request that has left its row since."""
-        if request.is_finished:
-            return []
-        request.append(token_id)
-        results = self._result_of(request, token_id, sample, failures)
-        return [] if request.spec.is_final_only and not request.is_finished else [results]
+        """Append tokens of a request that has left its row since."""
+        results: list[StepResult] = []
+        for sample, token_id in enumerate(token_ids.tolist(), first):
+            if request.is_finished:
+                break
+            request.append(token_id)
+            results.append(self._result_of(request, token_id, sample, result))
+        return results[-1:] * request.is_finished if request.spec.is_final_only else results
 
     def _result_of(
-        self, request: Request, token_id: int, sample: int, failures: dict[int, str]
+        self, request: Request, token_id: int, sample: int, result: ModelOutput
     ) -> StepResult:
         """Return a request's result with its newest token. Ends the request if it is done."""
         if token_id < 0:
             request.drop_last()
-            reason, error = _no_token_reason(request, failures.get(sample))
+            reason, error = _no_token_reason(request, result.failures.get(sample))
             self._finish(request, reason)
             return StepResult(request, error=error)
         if request.num_known_tokens >= request.stops_from and token_id in request.ending_token_ids:

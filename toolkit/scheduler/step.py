@@ -60,6 +60,7 @@ class BatchPart:
     num_tokens: IntArray
     num_computed: IntArray
     samples: BoolArray
+    num_drafts: IntArray | None = None  # None: no request has any
 
     def without_idle(self) -> BatchPart:
         """Return the part without requests that compute nothing."""
@@ -71,6 +72,7 @@ class BatchPart:
             self.num_tokens[busy],
             self.num_computed[busy],
             self.samples[busy],
+            None if self.num_drafts is None else self.num_drafts[busy],
         )
 
     def wanting_prompt_logprobs(self) -> list[int]:
@@ -94,6 +96,7 @@ class StepBuilder:
     num_tokens: list[int] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[int] = field(default_factory=list)
     """Three numbers per block: row, index, block."""

@@ -10,6 +10,7 @@ from toolkit.attention import AttentionBatch
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
 from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.worker.sample_points import SamplePoints
 
 IntArray = npt.NDArray[np.integer[Any]]
 
@@ -35,6 +36,8 @@ class BatchState:
         max_blocks = -(-max_model_len // block_size)
         self.block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
         self.sampling = SamplingState(num_rows, device, processors)
+        self.lengths = np.zeros(num_rows, np.int32)
+        """Number of tokens of each row, prompt and output, without drafts."""
         self.adapters = np.zeros(num_rows, np.int32)
         """Slot of each row's LoRA adapter."""
 
@@ -45,9 +48,12 @@ class BatchState:
         if len(step.new_blocks):
             row, index, block = torch.from_numpy(step.new_blocks).to(self.device).unbind(1)
             self.block_table[row, index] = block
-        if len(step.last_tokens):
-            ends = (step.num_computed + step.num_tokens)[step.samples]
-            self.append(step.rows[step.samples], ends - 1, torch.from_numpy(step.last_tokens))
+        if len(step.known_tokens):
+            row, position, token = step.known_tokens.T
+            self.put(row, position, torch.from_numpy(token))
+            ends = step.num_computed + step.num_tokens
+            ends[step.samples] -= step.num_sampled - 1
+            self.lengths[step.rows[step.samples]] = ends[step.samples]
 
     def _place(self, new: NewRow) -> None:
         tokens = torch.tensor(new.token_ids, dtype=torch.int32)
@@ -55,6 +61,7 @@ class BatchState:
         self.block_table[new.row, : len(new.blocks)] = torch.tensor(new.blocks, dtype=torch.int32)
         self.sampling.set(new.row, new.spec, new.seed)
         self.sampling.load([new.row])
+        self.lengths[new.row] = len(tokens)
         self.adapters[new.row] = new.adapter
 
     def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:
@@ -62,9 +69,9 @@ class BatchState:
         counts = step.num_tokens.astype(np.int64)
         ends = counts.cumsum()
         request = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(int(ends[-1])) - (ends - counts - step.num_computed)[request]
+        context_lens = self.context_lens(step)
+        positions = np.arange(int(ends[-1])) - (ends - context_lens)[request]
         rows = step.rows[request]
-        context_lens = step.num_computed + step.num_tokens
 
         def on_device(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
@@ -86,13 +93,42 @@ class BatchState:
         )
         return self._take(self.token_ids, rows, positions), batch
 
-    def append(self, rows: IntArray, lengths: IntArray, tokens: torch.Tensor) -> None:
-        """Write sampled tokens [n] at the positions `lengths` of rows; negative ones as token 0."""
+    def context_lens(self, step: SchedulerOutput) -> npt.NDArray[np.int32]:
+        """Return the number of tokens of each request after the step, with its drafts."""
+        ends = self.lengths[step.rows]
+        if len(step.num_drafts):
+            ends += step.num_drafts
+        return np.where(step.samples, ends, step.num_computed + step.num_tokens)
+
+    def put(self, rows: IntArray, positions: IntArray, tokens: torch.Tensor) -> None:
+        """Write tokens [n], sampled ones or drafts; negative ones as token 0."""
         if self.device.type == "cpu":
-            self.token_ids.numpy()[rows, lengths] = tokens.clamp(min=0).numpy()
+            self.token_ids.numpy()[rows, positions] = tokens.clamp(min=0).numpy()
             return
-        place = torch.from_numpy(np.stack((rows, lengths))).to(self.device, torch.int64)
+        place = torch.from_numpy(np.stack((rows, positions))).to(self.device, torch.int64)
         self.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(self.device, torch.int32)
+
+    def commit(
+        self, points: SamplePoints, tokens: torch.Tensor
+    ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.int64]]:
+        """Write the tokens [num_points] that follow right drafts, and advance the lengths.
+
+        Returns (number of each request's tokens, or None if it is one; the points of them)."""
+        counts, kept = None, np.arange(len(points))
+        if len(points) > len(points.which):
+            drafts = self.token_ids.numpy()[points.rows, points.positions]
+            counts, kept = points.accepted(tokens.numpy(), drafts)
+            tokens = tokens[kept]
+        rows, positions = points.rows[kept], points.positions[kept]
+        self.put(rows, positions, tokens)
+        self.lengths[rows] = positions + 1  # of equal rows, the last counts
+        return counts, kept
+
+    def put_drafts(self, rows: IntArray, drafts: IntArray) -> None:
+        """Write the rows' drafts [n, most], padded with -1, after their tokens."""
+        positions = self.lengths[rows][:, None] + np.arange(drafts.shape[1])
+        which, nth = np.nonzero((drafts >= 0) & (positions < self.token_ids.shape[1]))
+        self.put(rows[which], positions[which, nth], torch.from_numpy(drafts[which, nth]))
 
     def _take(self, table: torch.Tensor, rows: IntArray, columns: IntArray) -> torch.Tensor:
         """Return elements of a table, int64. For few, NumPy takes a third of PyTorch's time."""

@@ -75,9 +75,9 @@ class CudaBatchState(BatchState):
         if len(step.new_blocks):
             row, index, block = step.new_blocks.T
             self._put(self.block_table, row, index, block)
-        if len(step.last_tokens):
-            ends = (step.num_computed + step.num_tokens)[step.samples]
-            self._put(self.token_ids, step.rows[step.samples], ends - 1, step.last_tokens)
+        if len(step.known_tokens):
+            row, position, token = step.known_tokens.T
+            self._put(self.token_ids, row, position, token)
 
     def _put(
         self, table: torch.Tensor, rows: IntArray, columns: IntArray, values: IntArray

@@ -36,6 +36,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     logits_processors: list[Plugin] = []  # that requests may ask for
     adapters: list[Adapter] = []  # of --lora-modules
     max_lora_rank: int = 0  # 0: requests cannot have adapters
+    most_drafts: int = 0  # drafts that a request may have in a step
 
     @property
     def token_bytes(self) -> float:

@@ -23,9 +23,12 @@ from toolkit.sampling.grammar import Masks
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
+from toolkit.scheduler.output import IntArray
+from toolkit.speculative.drafter import Drafter
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.kv_cache import KVCache
+from toolkit.worker.sample_points import SamplePoints
 
 PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are in memory at once
 
@@ -64,12 +67,14 @@ class Sampled:
 
     The step's sampling requests have the tokens at the indices `which` of `tokens`. `logprobs` are
     in the same order, if any request asked for them. `failures`: errors of logits processors, by
-    index into `which`; those requests have no token."""
+    index into `which`; those requests have no token. `counts` and `drafts`: see `ModelOutput`."""
 
     tokens: torch.Tensor
     which: npt.NDArray[np.int64]
     logprobs: Logprobs | None = None
     failures: dict[int, str] = field(default_factory=dict)
+    counts: IntArray | None = None
+    drafts: IntArray | None = None
 
 
 Sample = Callable[[Masks | None], Sampled]
@@ -81,6 +86,7 @@ class ModelRunner:
 
     pooling: PromptPooling | None = None  # set if the model pools prompts
     adapters: Adapters | None = None  # set if there are LoRA adapters
+    drafter: Drafter | None = None  # set if steps verify drafts
     num_compiled: Callable[[], int] = staticmethod(lambda: 0)
     """Returns how many kernels were compiled since its last call."""
 
@@ -105,6 +111,9 @@ class ModelRunner:
         self.state.apply(step)
         if self.pooling is not None:
             self.pooling.apply(step)
+        if self.drafter is not None:
+            for new in step.new_rows:
+                self.drafter.place(new)
         if not len(step.rows):
             return _empty_output(step)
         self._set_adapters(step)
@@ -132,7 +141,8 @@ class ModelRunner:
     def _set_adapters(self, step: SchedulerOutput) -> None:
         if self.adapters is not None and isinstance(self.adapters.active, Active):
             slots = self.state.adapters[step.rows]
-            self.adapters.active.set(np.repeat(slots, step.num_tokens), slots[step.samples])
+            wanted = np.repeat(slots[step.samples], step.num_sampled)
+            self.adapters.active.set(np.repeat(slots, step.num_tokens), wanted)
 
     def _set_head_adapters(self, rows: npt.NDArray[np.int32]) -> None:
         """Set the adapter of each row of hidden states that the head computes next."""
@@ -170,39 +180,40 @@ class ModelRunner:
 
         Sampling also writes the tokens into the state."""
         token_ids, batch = self.state.inputs(step)
-        which = np.flatnonzero(step.samples)
-        if len(which) == len(token_ids) and not self._keeps_hidden(step):
-            return None, functools.partial(
-                self._choose, step, which, self._compute(token_ids, batch)
-            )
-        last = torch.from_numpy(step.num_tokens.cumsum()[which] - 1).to(self.device, torch.int64)
+        points = SamplePoints.of(step, self.state.context_lens(step)[step.samples])
+        choose = functools.partial(self._choose, step, points)
+        if len(points) == len(token_ids) and not self._keeps_hidden(step):
+            return None, functools.partial(choose, self._compute(token_ids, batch))
+        wanted = torch.from_numpy(points.tokens).to(self.device, torch.int64)
         if self._keeps_hidden(step):
             hidden = self._compute(token_ids, batch)
-            return hidden, functools.partial(self._choose, step, which, hidden[last])
-        batch.wanted = last
-        return None, functools.partial(self._choose, step, which, self._compute(token_ids, batch))
+            return hidden, functools.partial(choose, hidden[wanted])
+        batch.wanted = wanted
+        return None, functools.partial(choose, self._compute(token_ids, batch))
 
     def _choose(
-        self,
-        step: SchedulerOutput,
-        which: npt.NDArray[np.int64],
-        hidden: torch.Tensor,
-        masks: Masks | None,
+        self, step: SchedulerOutput, points: SamplePoints, hidden: torch.Tensor, masks: Masks | None
     ) -> Sampled:
-        """Sample. `hidden`: of the last tokens of the requests `which`."""
-        if not len(which):
-            return Sampled(torch.empty(0, dtype=torch.int64), which)
-        rows, lengths = step.rows[which], (step.num_computed + step.num_tokens)[which]
+        """Sample. `hidden`: of the tokens before the points."""
+        if not len(points):
+            return Sampled(torch.empty(0, dtype=torch.int64), points.which)
+        rows, positions, state = points.rows, points.positions, self.state
         self._set_head_adapters(rows)
         logits = self.model.logits(hidden).float()
-        k = int(self.state.sampling.num_logprobs[rows].max())
+        k = int(state.sampling.num_logprobs[rows].max())
         raw = logits.clone() if k >= 0 else logits
-        masked = None if masks is None else (np.searchsorted(which, step.constrained), masks)
-        tokens = sample(logits, self.state.sampling, self.state.token_ids, rows, lengths, masked)
-        self.state.append(rows, lengths, tokens)
+        masked = None if masks is None else (points.of_requests(step.constrained), masks)
+        tokens = sample(logits, state.sampling, state.token_ids, rows, positions, masked)
+        counts, kept = state.commit(points, tokens)
+        if len(kept) < len(tokens):
+            tokens, raw, rows = tokens[kept], raw[kept], rows[kept]
         logprobs = gather_logprobs(raw, tokens, k) if k >= 0 else None
-        failures = self.state.sampling.processors.take_failures(rows)
-        return Sampled(tokens, np.arange(len(which)), logprobs, failures)
+        failures = state.sampling.processors.take_failures(rows)
+        drafts = None
+        if self.drafter is not None:
+            drafts = self.drafter.propose(points.rows[points.firsts])
+            state.put_drafts(points.rows[points.firsts], drafts)
+        return Sampled(tokens, np.arange(len(kept)), logprobs, failures, counts, drafts)
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, hidden: torch.Tensor
@@ -267,6 +278,8 @@ class ModelRunner:
                 {} if vectors is None else dict(zip(samples, vectors.numpy(), strict=True)),
                 self.num_compiled(),
                 sampled.failures,
+                sampled.counts,
+                sampled.drafts,
             )
 
         return PendingOutput(finish)

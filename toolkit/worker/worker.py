@@ -38,6 +38,7 @@ from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, load_processors
 from toolkit.scheduler import SchedulerOutput
+from toolkit.speculative.ngram import NgramDrafter
 from toolkit.weights.loader import find_weights
 from toolkit.weights.quantization import require
 from toolkit.worker import memory_budget
@@ -156,6 +157,7 @@ class Worker:
                 self._reader = AdapterReader(self._adapters, self.config, self.folder)
                 self.info.adapters = self._reader.read_modules()
         self._add_pooling(model, model_config, device)
+        self._add_drafter(device)
         if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
             with (
@@ -276,6 +278,21 @@ class Worker:
         if found is not None:
             self.runner.pooling, self.info.pooling = found
             self.info.generates = has_head(model_config) and not has_pooling(self.folder)
+
+    def _add_drafter(self, device: torch.device) -> None:
+        """Have steps verify drafts, if --speculative-config asks for it."""
+        wanted = self.config.speculation.drafter
+        if wanted is None:
+            return
+        if device.type != "cpu":
+            raise ConfigError(
+                "--speculative-config: speculative decoding runs on CPUs only so far.",
+                param="speculative_config",
+            )
+        state = self.runner.state
+        self.info.most_drafts = wanted.num_speculative_tokens
+        if self.stage.is_last:
+            self.runner.drafter = NgramDrafter(wanted, state.token_ids.numpy(), state.lengths)
 
     def _budget(self, device: torch.device) -> int:
         """Return the token budget of one step."""

@@ -1,0 +1,98 @@
+"""Settings of speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from toolkit.config.fields import check_all, option
+from toolkit.errors import ConfigError, did_you_mean
+
+MOST_DRAFTS = 16
+METHODS = ("ngram", "draft_model", "eagle", "eagle3")
+
+
+class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """--speculative-config. The fields are vLLM's."""
+
+    method: Literal["ngram", "draft_model", "eagle", "eagle3"]
+    model: str | None = None  # folder or hub name of the drafter
+    revision: str | None = None
+    num_speculative_tokens: int = 0
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Speculation:
+        """Check the JSON of --speculative-config. Raises ConfigError."""
+        problem = _problem_of(given)
+        if problem is None:
+            try:
+                found = msgspec.convert(given, cls)
+            except msgspec.ValidationError as error:
+                problem = str(error)
+            else:
+                problem = found._problem()
+        if problem is not None:
+            raise ConfigError(
+                f"--speculative-config: {problem.rstrip('.?')}.", param="speculative_config"
+            )
+        if not found.num_speculative_tokens:
+            default = 4 if found.method == "ngram" else 3
+            found = msgspec.structs.replace(found, num_speculative_tokens=default)
+        return found
+
+    def _problem(self) -> str | None:
+        if not 0 <= self.num_speculative_tokens <= MOST_DRAFTS:
+            return f"num_speculative_tokens must be 1 to {MOST_DRAFTS}"
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            return "prompt_lookup_min must be at least 1, and prompt_lookup_max not less"
+        if self.method == "ngram" and self.model is not None:
+            return "the method ngram has no model"
+        if self.method != "ngram" and not self.model:
+            return f"the method {self.method} needs a model"
+        return None
+
+
+def _problem_of(given: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the names in the JSON, or None."""
+    method = given.get("method")
+    if method is None:
+        return f"method is missing; it is one of {', '.join(METHODS)}"
+    if method not in METHODS:
+        names = ", ".join(METHODS)
+        return f"unknown method {method!r}; known: {names}.{did_you_mean(str(method), METHODS)}"
+    for name in given:
+        if name not in Speculation.__struct_fields__:
+            fields = Speculation.__struct_fields__
+            hint = did_you_mean(name, fields)
+            return f"unknown field {name!r}; known: {', '.join(fields)}.{hint}"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding."""
+
+    speculative_config: Mapping[str, Any] | None = option(
+        None,
+        'Guess tokens and verify several in one step, as a JSON object: {"method": "ngram"} looks '
+        "for the last tokens earlier in the text. The answers do not change. Other fields: model, "
+        "revision, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max.",
+        metavar="JSON",
+        subject="Speculation",
+    )
+
+    def __post_init__(self) -> None:
+        check_all(self)
+        if self.speculative_config is not None:
+            Speculation.parse(self.speculative_config)
+
+    @property
+    def drafter(self) -> Speculation | None:
+        """The settings, or None if steps verify no drafts."""
+        given = self.speculative_config
+        return None if given is None else Speculation.parse(given)
