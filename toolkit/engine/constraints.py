@@ -67,16 +67,18 @@ class Constraints:
                 done.append(request)
         return done
 
-    def masks(self, requests: Sequence[Request]) -> Masks:
-        """Return masks of the tokens allowed next. Ended requests have no constraint."""
+    def masks(self, requests: Sequence[tuple[Request, list[int]]]) -> Masks:
+        """Return masks of the tokens allowed next, and after each of the requests' drafts.
+
+        Ended requests have no constraint."""
         states = []
-        for request in requests:
+        for request, drafts in requests:
             assert request.grammar is not None
             if not request.is_finished:
                 request.grammar.follow(request.output_token_ids)
-            states.append(None if request.is_finished else request.grammar)
+            states.append((None if request.is_finished else request.grammar, drafts))
         masks = self._filler.fill(states)
-        for request, state in zip(requests, states, strict=True):
+        for (request, _), (state, _) in zip(requests, states, strict=True):
             if state is not None and state.error is not None:
                 self._failed[request] = state.error
         return masks

@@ -68,6 +68,7 @@ class EngineCore:
             num_stages=config.parallel.pipeline_parallel_size,
             max_loras=config.lora.max_loras,
             most_drafts=info.most_drafts,
+            step_seconds=info.step_seconds,
         )
         in_memory = config.lora.num_in_memory
         self._adapters = AdapterLoads(executor.operate, in_memory, info.adapters[:in_memory])
@@ -444,6 +445,8 @@ def _to_output(step_result: StepResult, result: ModelOutput) -> EngineOutput:
         output.finish_reason = request.finish_reason.value
         output.stop_reason = request.stop_reason
         output.num_preemptions = request.num_preemptions
+        output.num_accepted_drafts = request.num_accepted_drafts
+        output.num_rejected_drafts = request.num_rejected_drafts
         output.error = step_result.error
     output.num_cached_tokens = request.num_cached_tokens
     if (

@@ -73,6 +73,8 @@ class InputProcessor:
         for sequence in params.bad_words_token_ids or ():
             self._check_tokens("bad_words_token_ids", sequence)
         self._check_token_remains(params)
+        prediction = self._tokenize_prediction(params.prediction)
+        params = msgspec.structs.replace(params, prediction=None) if params.prediction else params
         check_arguments(self._processors, params.extra_args, self.info.vocab_size)
         spec = SequenceSpec(
             prompt_token_ids=token_ids,
@@ -82,10 +84,19 @@ class InputProcessor:
             priority=priority,
             grammar=self._resolve_grammar(params),
             adapter=adapter,
+            prediction_token_ids=prediction,
             # Stop strings are matched in the front end, and log-probabilities arrive per token.
             is_final_only=not (is_streamed or params.stop_strings or params.logprobs is not None),
         )
         return text, EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
+
+    def _tokenize_prediction(self, prediction: str | None) -> list[int]:
+        """Return a prediction's tokens, if a drafter reads them."""
+        if not prediction or not self.info.reads_predictions:
+            return []
+        self.check_length(prediction)
+        tokens = self.require_tokenizer().encode(prediction, add_special_tokens=False)
+        return tokens[: self.info.max_model_len]
 
     def _resolve_grammar(self, params: SamplingParams) -> str:
         """Return the answer's grammar; empty without a constraint. Raises InvalidRequestError."""

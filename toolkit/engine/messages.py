@@ -107,6 +107,8 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    num_accepted_drafts: int = 0  # of the whole sequence, at its end
+    num_rejected_drafts: int = 0
     embedding: bytes = b""  # float32 vector of a pooled prompt
 
 

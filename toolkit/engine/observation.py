@@ -19,6 +19,8 @@ def observe_step(metrics: Metrics, stats: EngineStats) -> None:
     for name in COUNTERS:
         if count := getattr(stats, name):
             getattr(metrics, name).inc(count)
+    if stats.accepted_per_position:
+        metrics.observe_accepted(stats.accepted_per_position)
     if stats.num_tokens:
         metrics.iteration_tokens.observe(stats.num_tokens)
         metrics.batch_size.observe(stats.num_running)

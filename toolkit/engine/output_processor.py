@@ -82,6 +82,8 @@ class SequenceState:
     first_token: float = 0.0
     last_token: float = 0.0
     num_preemptions: int = 0
+    num_accepted_drafts: int = 0  # known at the end, like `num_rejected_drafts`
+    num_rejected_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -254,6 +256,8 @@ class OutputProcessor:
             sequence.last_token = now
             sequence.token_ids += output.token_ids
         sequence.num_preemptions = output.num_preemptions
+        sequence.num_accepted_drafts = output.num_accepted_drafts
+        sequence.num_rejected_drafts = output.num_rejected_drafts
         text, stop = "", None
         if sequence.detokenizer is not None:
             visible = self._visible(output, state.params)

@@ -172,6 +172,21 @@ class Metrics:
         self.late_compilations = self._counter(
             "late_compilations", "GPU kernels compiled after start-up, for which a step waited."
         )
+        self.spec_decode_num_drafts = self._counter(
+            "spec_decode_num_drafts", "Times that drafts of a request were verified."
+        )
+        self.spec_decode_num_draft_tokens = self._counter(
+            "spec_decode_num_draft_tokens", "Draft tokens verified."
+        )
+        self.spec_decode_num_accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted."
+        )
+        self._accepted_per_position = self._family(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their place among the drafts.",
+            "position",
+        )
         self._request_success = self._family(
             Counter, "request_success", "Finished requests, by reason.", "finished_reason"
         )
@@ -332,6 +347,11 @@ class Metrics:
         by_source.labels(*self._values, "local_cache_hit").inc(num_cached)
         by_source.labels(*self._values, "local_compute").inc(num_tokens - num_cached)
         self.request_prefill_kv_computed_tokens.observe(num_tokens - num_cached)
+
+    def observe_accepted(self, counts: Sequence[int]) -> None:
+        """Count accepted drafts, by their place after a request's newest token."""
+        for position, count in enumerate(counts):
+            self._accepted_per_position.labels(*self._values, str(position)).inc(count)
 
     def observe_adapters(self, adapters: dict[str, tuple[int, int]]) -> None:
         """Set the requests that run and wait, by adapter. Called when they change."""

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -110,6 +111,16 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
 
+@dataclass(slots=True)
+class Preview:
+    """State before drafts were tried."""
+
+    num_tokens: int
+    reasoning: Literal["begun", "possible"] | None
+    thoughts: bytes
+    num_consumed: int = 0  # tokens that the matcher has consumed since
+
+
 class GrammarState:
     """State of one sequence in its grammar."""
 
@@ -131,6 +142,7 @@ class GrammarState:
         self._thoughts = b""  # last bytes of the reasoning, which may begin its end mark
         self._num_tokens = 0
         self._matcher: LLMatcher | None = None
+        self._preview: Preview | None = None
         self.error: str | None = None
 
     @property
@@ -173,6 +185,29 @@ class GrammarState:
         if new and not self.matcher.is_stopped() and not self.matcher.consume_tokens(new):
             self.error = _reason(self.matcher)
 
+    def preview(self, draft: int) -> bool:
+        """Advance to a draft, until `end_preview`. Return False if no token can follow it."""
+        if self._preview is None:
+            self._preview = Preview(self._num_tokens, self._reasoning, self._thoughts)
+        if draft < 0 or draft in self.vocabulary.table.end_ids or draft in self._end_ids:
+            return False
+        self._num_tokens += 1
+        new = [draft] if self._reasoning is None else self._after_reasoning([draft])
+        if new and (self.matcher.is_stopped() or not self.matcher.validate_tokens(new)):
+            return False
+        if new and not self.matcher.consume_tokens(new):
+            return False
+        self._preview.num_consumed += len(new)
+        return True
+
+    def end_preview(self) -> None:
+        """Return to the state before the drafts."""
+        if (before := self._preview) is not None:
+            if before.num_consumed:
+                self.matcher.rollback(before.num_consumed)
+            self._num_tokens, self._reasoning = before.num_tokens, before.reasoning
+            self._thoughts, self._preview = before.thoughts, None
+
     def adjust(self, mask: npt.NDArray[np.int32]) -> None:
         """Allow reasoning to start, and forbid end tokens before `min_tokens`, in place."""
         if self._reasoning == "possible" and (think := self._start_id) is not None:
@@ -214,12 +249,30 @@ class MaskFiller:
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
 
-    def fill(self, states: Sequence[GrammarState | None]) -> Masks:
-        """Return one row per state. None and failed states allow every token."""
+    def fill(self, states: Sequence[tuple[GrammarState | None, list[int]]]) -> Masks:
+        """Return a mask for each state, and for it after each of its drafts, in that order.
+
+        None and failed states allow every token, and so does what follows a draft that a state
+        forbids: no token is sampled there."""
+        counts = [1 + len(drafts) for _, drafts in states]
+        firsts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+        masks = np.full((sum(counts), self._num_words), -1, np.int32)
         live = [
-            (i, state) for i, state in enumerate(states) if state is not None and not state.fail()
+            (first, state, drafts)
+            for first, (state, drafts) in zip(firsts, states, strict=True)
+            if state is not None and not state.fail()
         ]
-        masks = np.full((len(states), self._num_words), -1, np.int32)
+        self._fill_once([(first, state) for first, state, _ in live], masks)
+        speculating = live = [one for one in live if one[2]]
+        for nth in range(max(counts, default=1) - 1):
+            live = [one for one in live if nth < len(one[2]) and one[1].preview(one[2][nth])]
+            self._fill_once([(first + nth + 1, state) for first, state, _ in live], masks)
+        for _, state, _ in speculating:
+            state.end_preview()
+        return masks
+
+    def _fill_once(self, live: list[tuple[int, GrammarState]], masks: Masks) -> None:
+        """Fill the mask at each state's index."""
         for i, state in live:
             if state.thinks:
                 masks[i] = state.vocabulary.unfinished
@@ -229,7 +282,6 @@ class MaskFiller:
                 masks[i] = -1
             elif not state.thinks:
                 state.adjust(masks[i])
-        return masks
 
     def _run(self, matchers: list[tuple[LLMatcher, int]], masks: Masks) -> None:
         if len(matchers) < MIN_PARALLEL:

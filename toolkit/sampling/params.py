@@ -26,6 +26,7 @@ _INTEGERS = (
     "logprobs",
     "prompt_logprobs",
     "truncate_prompt_tokens",
+    "num_speculative_tokens",
 )
 
 
@@ -67,6 +68,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Arguments of logits processors, by name. They also say which processors run."""
     truncate_prompt_tokens: int | None = None
     """Keep the last so many tokens of the prompt. -1: as many as leave room for the answer."""
+    num_speculative_tokens: int | None = None
+    """Most guesses that a step verifies. 0: none. None: as many as the engine does."""
+    prediction: str | None = None
+    """Text that the answer may resemble. With the drafter ngram, it is guessed from it."""
 
     def __post_init__(self) -> None:
         self.stop = _as_list(self.stop)
@@ -119,6 +124,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             )
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _within("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, _MAX_INT)
+        if self.num_speculative_tokens is not None:
+            _within("num_speculative_tokens", self.num_speculative_tokens, 0, _MAX_INT)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             _check_token_ids(name, getattr(self, name))
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))

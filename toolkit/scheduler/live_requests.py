@@ -3,13 +3,14 @@
 import bisect
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
 from toolkit.scheduler.places import Places
 from toolkit.scheduler.policy import POLICIES, Rank
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.rows import Rows
+from toolkit.scheduler.speculation import StepCosts
 from toolkit.scheduler.stats import EngineStats
 from toolkit.scheduler.step import RunningBatch, StepBuilder, StepInFlight
 from toolkit.sequence import Adapter
@@ -33,12 +34,14 @@ class LiveRequests:
         num_stages: int = 1,
         max_loras: int = 0,
         most_drafts: int = 0,
+        step_seconds: Sequence[tuple[int, float]] = (),
     ) -> None:
         """`chunks_prompts`: a prompt may span several steps; else a long one gets its own step.
 
         `num_stages`: pipeline stages; that many steps in flight have different requests.
         `max_loras`: adapters that running requests may have.
-        `most_drafts`: drafts that a request computes in one step."""
+        `most_drafts`: drafts that a request computes in one step. `step_seconds`: what steps
+        of some numbers of tokens take; without it all drafts are computed."""
         self.block_size = block_size
         self.num_stages = num_stages
         self.chunks_prompts = chunks_prompts
@@ -66,6 +69,7 @@ class LiveRequests:
         self._suspects: list[Request] = []
         self._num_unexplained_failures = 0
         self._rank = POLICIES[policy]
+        self.step_costs = StepCosts(step_seconds)
         self._num_steps = 0
         self._num_arrivals = 0
         self._stats = EngineStats()

@@ -8,7 +8,15 @@ import numpy as np
 from toolkit.scheduler.live_requests import LiveRequests
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
 from toolkit.scheduler.request import Request, RequestStatus
-from toolkit.scheduler.step import BatchPart, BoolArray, RunningBatch, StepBuilder, StepInFlight
+from toolkit.scheduler.rows import NO_TOKEN
+from toolkit.scheduler.step import (
+    BatchPart,
+    BoolArray,
+    RowArray,
+    RunningBatch,
+    StepBuilder,
+    StepInFlight,
+)
 
 
 class Planner(LiveRequests):
@@ -39,10 +47,16 @@ class Planner(LiveRequests):
         """Return the requests that this step, the latest, runs for the first time."""
         return [r for r in self._in_flight[output.step].admitted if not r.num_preemptions]
 
-    def constrained(self, output: SchedulerOutput) -> list[Request]:
-        """Return the requests of a step in flight whose next token a grammar constrains."""
-        requests = self._in_flight[output.step].requests
-        return [requests[index] for index in output.constrained.tolist()]
+    def constrained(self, output: SchedulerOutput) -> list[tuple[Request, list[int]]]:
+        """Return the requests of a step in flight that a grammar constrains, with their drafts."""
+        requests, table = self._in_flight[output.step].requests, self._rows
+        found = []
+        for index in output.constrained.tolist():
+            request = requests[index]
+            count = output.num_drafts.item(index) if len(output.num_drafts) else 0
+            drafts = table.draft_tokens[request.row, :count].tolist()
+            found.append((request, drafts if request.row >= 0 else [NO_TOKEN] * count))
+        return found
 
     # ---- running requests
 
@@ -66,7 +80,7 @@ class Planner(LiveRequests):
             decoding = np.flatnonzero(num_tokens == 1)
             num_tokens[decoding[self._stage_share(len(decoding)) :]] = 0
         if has_drafts := bool(np.count_nonzero(rows.drafts.take(where))):
-            num_tokens += rows.more_drafts(where, num_tokens)
+            num_tokens += self._num_drafts(where, num_tokens)
         total = int(np.add.reduce(num_tokens))
         if total > step.budget:
             before = num_tokens.cumsum() - num_tokens
@@ -164,10 +178,16 @@ class Planner(LiveRequests):
             if victim is request:
                 return False
 
+    def _num_drafts(self, rows: RowArray, num_tokens: IntArray) -> IntArray:
+        """Return how many drafts to add to the tokens of these rows [n]."""
+        table = self._rows
+        offered = table.more_drafts(rows, num_tokens)
+        return self.step_costs.useful(offered, table.rates.of(rows), int(num_tokens.sum()))
+
     def _add_drafts(self, request: Request, num_tokens: int, step: StepBuilder) -> int:
         """Return how many drafts to add. They get blocks that are free, and preempt no request."""
         row = np.array([request.row])
-        drafts = int(self._rows.more_drafts(row, np.array([num_tokens], np.int32))[0])
+        drafts = int(self._num_drafts(row, np.array([num_tokens], np.int32))[0])
         drafts = min(drafts, step.budget - num_tokens)
         end = request.num_computed_tokens + num_tokens
         room = (len(request.blocks) + self.pool.num_free) * self.block_size - end

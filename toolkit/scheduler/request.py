@@ -14,9 +14,11 @@ from toolkit.scheduler.block_pool import BlockHash, hash_block
 from toolkit.scheduler.output import IntArray
 from toolkit.sequence import SequenceSpec
 
-COMPUTED, TOKENS, IN_FLIGHT = range(3)
-"""Rows of a request's counts: tokens in the KV cache, all tokens, tokens not known yet."""
-NUM_COUNTS = 3
+COMPUTED, TOKENS, IN_FLIGHT, ACCEPTED, REJECTED = range(5)
+"""Rows of a request's counts: tokens in the KV cache, all tokens, tokens not known yet, drafts that
+were accepted and rejected."""
+NUM_COUNTS = 5
+MAX_DRAFTS = 2**31 - 1
 
 
 class RequestStatus(enum.Enum):
@@ -108,6 +110,22 @@ class Request:
     @property
     def num_in_flight(self) -> int:
         return self._counts.item(IN_FLIGHT)
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        return self._counts.item(ACCEPTED)
+
+    @property
+    def num_rejected_drafts(self) -> int:
+        return self._counts.item(REJECTED)
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts that a step may verify. Logits processors see each token once: none."""
+        wanted = self.params.num_speculative_tokens
+        if self.params.extra_args or self.spec.pooling is not None:
+            return 0
+        return MAX_DRAFTS if wanted is None else wanted
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.scheduler.output import IntArray
-from toolkit.scheduler.request import NUM_COUNTS, Request
+from toolkit.scheduler.request import ACCEPTED, NUM_COUNTS, REJECTED, Request
+from toolkit.scheduler.speculation import AcceptanceRates
 
 NO_STEP = np.iinfo(np.int32).max
 NO_TOKEN = -2
@@ -21,7 +22,7 @@ class Rows:
 
     def __init__(self, num_rows: int, block_size: int, most_drafts: int = 0) -> None:
         self.counts = np.zeros((NUM_COUNTS, num_rows), np.int32)
-        self.computed, self.tokens, self.in_flight = self.counts
+        self.computed, self.tokens, self.in_flight = self.counts[:3]
         self.prompts = np.zeros(num_rows, np.int32)  # tokens of the prompt
         self.capacity = np.zeros(num_rows, np.int32)  # tokens that the row's blocks hold
         self.limit = np.zeros(num_rows, np.int32)  # number of tokens with which the request ends
@@ -36,6 +37,8 @@ class Rows:
         self.constrained = np.zeros(num_rows, np.bool_)  # True if a grammar constrains its tokens
         self.drafts = np.zeros(num_rows, np.int32)  # how many the next step may compute
         self.draft_tokens = np.zeros((num_rows, most_drafts), np.int32)
+        self.most_drafts = np.zeros(num_rows, np.int32)  # that the request wants in a step
+        self.rates = AcceptanceRates(num_rows)
         self.fresh = np.zeros(num_rows, np.int32)  # tokens that the last step with it brought
         self.clients = np.zeros(num_rows, np.int32)
         self.numbers = np.zeros(num_rows, np.int64)
@@ -59,6 +62,8 @@ class Rows:
         self.needs_own_output[row] = request.needs_own_output
         self.constrained[row] = request.grammar is not None
         self.drafts[row], self.fresh[row] = 0, 1
+        self.most_drafts[row] = min(request.most_drafts, self.draft_tokens.shape[1])
+        self.rates.reset(row)
         self.clients[row], self.numbers[row] = request.client, request.number
         self._set_stops(row, request)
 
@@ -99,12 +104,16 @@ class Rows:
             self.tokens[rows] -= num_sampled - kept
             self.computed[rows] -= num_sampled - kept
             self.fresh[rows] = kept
+            self.counts[ACCEPTED, rows] += counts - 1
+            self.counts[REJECTED, rows] += num_sampled - counts
+            self.rates.learn(rows, num_sampled - 1, counts - 1)
         return kept, ended
 
     def offer(self, rows: npt.NDArray[np.intp], drafts: IntArray) -> None:
         """Set the rows' drafts [n, most], padded with -1, for their next step."""
         self.draft_tokens[rows] = drafts
-        self.drafts[rows] = np.count_nonzero(drafts >= 0, axis=1)
+        count = np.count_nonzero(drafts >= 0, axis=1)
+        self.drafts[rows] = np.minimum(count, self.most_drafts.take(rows))
 
     def more_drafts(self, rows: npt.NDArray[np.intp], num_tokens: IntArray) -> IntArray:
         """Return how many drafts to add to requests that compute `num_tokens`.

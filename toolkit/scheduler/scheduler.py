@@ -1,5 +1,7 @@
 """Scheduler: plans steps (`planner`), takes in their tokens, and recovers from failed ones."""
 
+from itertools import zip_longest
+
 import numpy as np
 import numpy.typing as npt
 
@@ -61,6 +63,7 @@ class Scheduler(Planner):
             drafts = None if drafts is None else drafts[stays]
         if drafts is not None:
             table.offer(rows, drafts)
+            self._count_drafts(num_sampled - 1, counts - 1)
         kept, told = table.append(rows, token_ids, firsts, num_sampled, counts)
         told |= table.needs_own_output.take(rows)
         silent = told | table.is_final_only.take(rows)
@@ -73,6 +76,19 @@ class Scheduler(Planner):
                 others += [StepResult(request, token, sample) for sample, token in earlier]
             others.append(self._result_of(request, tokens[-1], first + len(tokens) - 1, result))
         return results
+
+    def _count_drafts(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
+        """Add a step's drafts to the statistics."""
+        stats = self._stats
+        if not np.count_nonzero(num_drafts):
+            return
+        stats.spec_decode_num_drafts += int(np.count_nonzero(num_drafts))
+        stats.spec_decode_num_draft_tokens += int(num_drafts.sum())
+        stats.spec_decode_num_accepted_tokens += int(num_accepted.sum())
+        places = np.arange(num_drafts.max())
+        counts = np.count_nonzero(num_accepted[:, None] > places, axis=0).tolist()
+        both = zip_longest(stats.accepted_per_position, counts, fillvalue=0)
+        stats.accepted_per_position = [before + now for before, now in both]
 
     def _columns(
         self,

@@ -22,11 +22,15 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_cache_hits: Counter = 0  # tokens found there
     num_preemptions: Counter = 0
     late_compilations: Counter = 0  # kernels compiled after start-up
+    spec_decode_num_drafts: Counter = 0  # times that drafts of a request were verified
+    spec_decode_num_draft_tokens: Counter = 0
+    spec_decode_num_accepted_tokens: Counter = 0
     num_tokens: int = 0  # tokens that the step computed
     num_sampled: int = 0  # tokens that the step sampled
     work: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Least work of the step: operations, bytes read, bytes written, of weights and KV cache."""
     block_times: list[list[float]] = []  # seconds, as `BlockWatch.take` returns them
+    accepted_per_position: list[int] = []  # accepted drafts, by their place after the newest token
     adapters: dict[str, tuple[int, int]] | None = None
     """Requests that run and that wait, for each LoRA adapter in memory. None: as before."""
 

@@ -37,6 +37,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     adapters: list[Adapter] = []  # of --lora-modules
     max_lora_rank: int = 0  # 0: requests cannot have adapters
     most_drafts: int = 0  # drafts that a request may have in a step
+    reads_predictions: bool = False  # the drafter guesses from a request's prediction
+    step_seconds: list[tuple[int, float]] = []  # duration of steps by tokens, if there are drafts
 
     @property
     def token_bytes(self) -> float:

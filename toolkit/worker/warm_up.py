@@ -1,6 +1,7 @@
 """Steps before the first request: they compile kernels, select products, and measure memory."""
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,9 @@ _RANDOM = SamplingParams(temperature=1.0)
 _CONTEXTS = tuple(64 << i for i in range(7))  # one for each power of two of key splits
 _LOGPROBS = (0, *(2**i - 1 for i in range(1, 7)), MAX_LOGPROBS)
 """One number for each power of two of the wanted tokens and the sampled one."""
+
+STEP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+LONG_MEASUREMENT = 0.5  # seconds
 
 
 class WarmUp:
@@ -110,6 +114,22 @@ class WarmUp:
         if most >= runner.kernels.min_choice_tokens:
             with runner.kernels.choosing_products():
                 runner.rehearse([StepShape(most, policy.most_requests, most, policy.max_model_len)])
+
+    def step_seconds(self) -> list[tuple[int, float]]:
+        """Measure steps of the next tokens of some requests: (requests, seconds), rising.
+
+        Stops at the first one that takes long: longer steps take as much more for each token."""
+        measured: list[tuple[int, float]] = []
+        for num_requests in self._up_to(STEP_SIZES, self._most_requests):
+            seconds = []
+            for _ in range(3):  # the first one may record the step
+                start = time.perf_counter()
+                self._run_step([1] * num_requests)
+                seconds.append(time.perf_counter() - start)
+            measured.append((num_requests, min(seconds)))
+            if len(measured) > 2 and sum(seconds) > LONG_MEASUREMENT:
+                break
+        return measured
 
     def peak_bytes(self, *, samples: bool) -> int:
         """Return the peak bytes of the largest step, including those outside PyTorch.

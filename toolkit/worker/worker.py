@@ -290,7 +290,10 @@ class Worker:
                 param="speculative_config",
             )
         state = self.runner.state
+        warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
         self.info.most_drafts = wanted.num_speculative_tokens
+        self.info.step_seconds = warm_up.step_seconds()
+        self.info.reads_predictions = wanted.method == "ngram"
         if self.stage.is_last:
             self.runner.drafter = NgramDrafter(wanted, state.token_ids.numpy(), state.lengths)
 

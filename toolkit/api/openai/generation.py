@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from toolkit.api.http.limits import check_queue
 from toolkit.api.http.service import Service
-from toolkit.api.openai.replies import PromptTokensDetails, Usage
+from toolkit.api.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from toolkit.engine.input_processor import Prompt
 from toolkit.engine.output_processor import RequestState
 from toolkit.engine.outputs import Delta, PositionLogprobs
@@ -58,7 +58,13 @@ class AnswerGroup:
         prompt = sum(len(stream.state.prompt_token_ids) for stream in self.streams)
         cached = sum(stream.state.num_cached_tokens for stream in self.streams)
         output = self.num_tokens if self.counts_tokens else 0
-        return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+        usage = Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+        sequences = [one for stream in self.streams for one in stream.state.sequences]
+        accepted = sum(one.num_accepted_drafts for one in sequences)
+        rejected = sum(one.num_rejected_drafts for one in sequences)
+        if accepted or rejected:
+            usage.completion_tokens_details = CompletionTokensDetails(accepted, rejected)
+        return usage
 
     def close(self) -> None:
         """Abort the requests that still run."""

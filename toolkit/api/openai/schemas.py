@@ -124,6 +124,9 @@ class SamplingFields(RequestBody):
     vllm_xargs: Annotated[dict[str, Any], AfterValidator(encodable)] | None = Field(
         None, description="Arguments of logits processors, by name; they say which ones run"
     )
+    num_speculative_tokens: Int | None = Field(
+        None, description="Most guesses that a step verifies; 0 turns speculative decoding off"
+    )
     priority: Int = Field(
         0, description="With --scheduling-policy priority, the lowest value runs first"
     )
@@ -223,7 +226,7 @@ class SamplingFields(RequestBody):
 _SAMPLING_PARAMS = (
     "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "seed", "top_k",
     "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "prompt_logprobs",
-    "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "num_speculative_tokens",
 )  # fmt: skip
 
 
@@ -356,6 +359,13 @@ class ChatMessage(Body):
         return message
 
 
+class Prediction(Body):
+    """Text that much of the answer repeats, such as the file that it changes."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -391,6 +401,9 @@ class ChatRequest(SamplingFields):
         max_length=65536,
         description="Jinja template of the prompt; needs --trust-request-chat-template",
     )
+    prediction: Prediction | None = Field(
+        None, description="Text that the answer may repeat: makes the drafter ngram guess from it"
+    )
     echo: bool = Field(
         False,
         description="Put the text of the last message before the answer, if it is the assistant's",
@@ -410,7 +423,10 @@ class ChatRequest(SamplingFields):
             raise InvalidRequestError(
                 "In a chat, best_of above n needs use_beam_search to be true.", param="best_of"
             )
-        return self._params(defaults, self._limit, self._num_logprobs)
+        params = self._params(defaults, self._limit, self._num_logprobs)
+        if self.prediction is not None:
+            params.prediction = _text(self.prediction.content)
+        return params
 
     def beam_params(self) -> BeamSearchParams:
         """Raises InvalidRequestError for options that beam search does not support."""

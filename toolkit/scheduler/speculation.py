@@ -1,0 +1,86 @@
+"""How many drafts a step verifies: as many as are expected to make it faster."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.scheduler.output import IntArray
+
+FADING = 0.9  # weight of a row's past, with each step that verified drafts
+IDLE_FADING = 0.99  # the same, with each step without
+PRIOR_WEIGHT = 2.0  # drafts that the expectation for a new row counts as
+FIRST_GUESS = 0.6  # expected acceptance before anything is known
+Rows = npt.NDArray[np.intp]
+
+
+class AcceptanceRates:
+    """Share of each row's drafts that were right, of those that followed right ones."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._accepted = np.zeros(num_rows)
+        self._tried = np.zeros(num_rows)
+        self._all_accepted = self._all_tried = 0.0
+
+    def reset(self, row: int) -> None:
+        """Expect of a new request what others had lately."""
+        self._accepted[row] = self._tried[row] = 0.0
+
+    def learn(self, rows: Rows, num_drafts: IntArray, num_accepted: IntArray) -> None:
+        """Take in a step's results [n]. The draft after the last right one was tried, too."""
+        tried = np.minimum(num_accepted + 1, num_drafts)
+        fading = np.where(tried > 0, FADING, IDLE_FADING)
+        self._accepted[rows] = fading * self._accepted[rows] + num_accepted
+        self._tried[rows] = fading * self._tried[rows] + tried
+        self._all_accepted = IDLE_FADING * self._all_accepted + float(num_accepted.sum())
+        self._all_tried = IDLE_FADING * self._all_tried + float(tried.sum())
+
+    def of(self, rows: Rows) -> npt.NDArray[np.float64]:
+        """Return the expected rates [n], 0 to 1."""
+        expected = (self._all_accepted + PRIOR_WEIGHT * FIRST_GUESS) / (
+            self._all_tried + PRIOR_WEIGHT
+        )
+        rates: npt.NDArray[np.float64] = (self._accepted[rows] + PRIOR_WEIGHT * expected) / (
+            self._tried[rows] + PRIOR_WEIGHT
+        )
+        return rates
+
+
+class StepCosts:
+    """Seconds of a step by its number of tokens, measured before the first request."""
+
+    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
+        """measured: (tokens, seconds), rising. Empty: nothing is known."""
+        self._tokens = np.array([tokens for tokens, _ in measured], np.float64)
+        # A longer step that took less time is noise.
+        self._seconds = np.maximum.accumulate([seconds for _, seconds in measured] or [0.0])
+
+    def at(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return seconds, linear between the measured steps and after the last two."""
+        seconds: npt.NDArray[np.float64] = np.interp(tokens, self._tokens, self._seconds)
+        if len(self._tokens) > 1:
+            per_token = np.diff(self._seconds)[-1] / np.diff(self._tokens)[-1]
+            seconds += per_token * np.maximum(tokens - self._tokens[-1], 0)
+        return seconds
+
+    def useful(
+        self, num_drafts: IntArray, rates: npt.NDArray[np.float64], num_tokens: int
+    ) -> IntArray:
+        """Return how many of the drafts [n] to verify for the most tokens per second.
+
+        rates: [n], acceptance; num_tokens: tokens of the step without drafts."""
+        if not len(self._tokens):
+            return num_drafts
+        nth = np.arange(1, num_drafts.max(initial=0) + 1)
+        # A draft is worth verifying by the chance that it and all before it are right.
+        chances = np.where(nth <= num_drafts[:, None], rates[:, None] ** nth, 0.0)
+        best_first = np.sort(chances, axis=None)[::-1]
+        count = np.arange(len(best_first) + 1)
+        gained = len(num_drafts) + np.concatenate(([0.0], best_first.cumsum()))
+        best = int(np.argmax(gained / self.at((num_tokens + count).astype(np.float64))))
+        if best == 0:
+            return np.zeros_like(num_drafts)
+        useful: IntArray = np.count_nonzero(
+            (chances >= best_first[best - 1]) & (chances > 0), axis=1
+        ).astype(np.int32)
+        return useful
