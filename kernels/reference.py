@@ -8,7 +8,6 @@ requests are packed."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -341,9 +340,10 @@ def choose(
 ) -> int:
     """Return a token for one row of logits `[vocab]`, in fp64; -1 if they are not finite.
 
-    Draws from the tokens that pass top-k and min-p, by the running sum of weights in the
-    vocabulary's order. A token outside top-p is rejected, and the next draw is among the likelier
-    ones."""
+    Of the tokens that pass top-k, min-p and top-p, it has the least exponential number divided by
+    its weight: the Gumbel-max trick (Maddison et al., arXiv:1411.0030). A token wins with a
+    probability proportional to its weight. At equal keys, similar logits mostly yield the same
+    token."""
     logits = logits.double()
     best = logits.max()
     if not best.isfinite():
@@ -351,34 +351,60 @@ def choose(
     if temperature == 0:
         return int(logits.eq(best).nonzero()[0])
     weights = ((logits - best) / temperature).exp()
-    kept = torch.ones_like(logits, dtype=torch.bool)
+    least = best.new_tensor(-torch.inf)
     # Of the ties at the k-th place, top-p counts only as many as fit into top-k.
     counted, _ = logits.sort(descending=True)
     if 0 < top_k < len(logits):
         counted = counted[:top_k]
-        kept = logits >= counted[-1]
+        least = counted[-1]
     if min_p > 0:
-        least = best + temperature * torch.tensor(min_p).double().log()
+        least = torch.maximum(least, best + temperature * torch.tensor(min_p).double().log())
         counted = counted[counted >= least]
-        kept &= logits >= least
-    limit = top_p * ((counted - best) / temperature).exp().sum()
-    for draw in count():
-        sums = (weights * kept).cumsum(0)
-        token = int(torch.searchsorted(sums, uniform(seed, position, draw) * sums[-1:], right=True))
-        likelier = logits > logits[token]
-        if top_p == 1 or not likelier.any() or weights[likelier].sum() < limit:
-            return token
-        kept &= likelier
-    raise AssertionError("each draw leaves fewer tokens")
+    if top_p < 1:
+        masses = ((counted - best) / temperature).exp()
+        before = masses.cumsum(0) - masses
+        likelier = torch.searchsorted(-counted, -counted)  # of equals, none is counted
+        is_kept = before[likelier] < top_p * masses.sum()
+        is_kept[0] = True
+        least = torch.maximum(least, counted[is_kept][-1])
+    seeds, positions = logits.new_tensor([[seed], [position]], dtype=torch.int64)
+    times = exponentials(seeds, positions, len(logits))[0] / weights
+    return int(times.masked_fill(logits < least, torch.inf).argmin())
 
 
-def uniform(seed: int, position: int, draw: int) -> float:
-    """Return a number in [0, 1): SplitMix64 (Steele et al., 2014)."""
-    mask = (1 << 64) - 1
-    x = (seed + (position + 1) * 0x9E3779B97F4A7C15 + draw * 0xD1B54A32D192ED03) & mask
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-    return ((x ^ x >> 31) >> 11) * 2.0**-53
+_MASK = (1 << 32) - 1
+
+
+def exponentials(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Return exponentially distributed numbers `[n, vocab]` in fp64, keyed by seeds and positions.
+
+    seeds: int64 `[n]`; positions: integers `[n]`. SplitMix64's finalizer (Steele et al., 2014) of
+    seed + (position + 1) * 0x9E3779B97F4A7C15 has two halves of 32 bits, low and high. For each
+    token, a hash of 32 bits (constants: C. Wellons, "Prospecting for hash functions"), modulo 2^32:
+
+        x = token * 0x9E3779B9 + low
+        x = (x ^ x >> 16) * 0x21F0AAAD
+        x = (x ^ x >> 15 ^ high) * 0xD35A2D97
+        x = x ^ x >> 15
+
+    v = x * 2^-32 + 2^-33 in fp32, below 1, and the number is -log(1 - v). It is most precise near
+    0, where it decides which token is chosen."""
+    x = seeds + (positions.long() + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ _shift_right(x, shift)) * factor  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+    x = (x ^ _shift_right(x, 31))[:, None]
+    low, high = x & _MASK, _shift_right(x, 32)
+    x = torch.arange(vocab, device=seeds.device) * 0x9E3779B9 + low & _MASK
+    x = (x ^ x >> 16) * 0x21F0AAAD & _MASK
+    x = (x ^ x >> 15 ^ high) * 0xD35A2D97 & _MASK
+    x = x ^ x >> 15
+    v = (x.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)
+    return v.double().neg().log1p().neg()
+
+
+def _shift_right(x: Tensor, count: int) -> Tensor:
+    """Shift int64 without sign extension."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

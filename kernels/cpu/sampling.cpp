@@ -1,10 +1,13 @@
 // The next token of each row of logits: the likeliest, or one drawn by seed and position.
 //
-// The draw is that of `toolkit.sampling.sampler`: the token at which the running sum of weights, in
-// the vocabulary's order, first exceeds a random fraction of the total. Top-k, min-p and top-p
-// reduce to one number, the least weight that is kept. It is found without sorting: weights are in
-// [0, 1], where bits are ordered like values, so three passes over digits of these bits, high ones
-// first, narrow it to one value.
+// The draw is a race: every kept token has a random time e / weight, e an exponential number that
+// depends on seed, position and token alone (`exponentials` in `toolkit.kernels.reference`), and the
+// least time wins. e = -log(1 - v) is at least v, so only tokens with v < weight * least time so far
+// need the logarithm: a few dozen in a vocabulary.
+//
+// Top-k, min-p and top-p reduce to one number, the least weight that is kept. It is found without
+// sorting: weights are in [0, 1], where bits are ordered like values, so three passes over digits of
+// these bits, high ones first, narrow it to one value.
 #include <cmath>
 
 #include "simd.h"
@@ -13,7 +16,6 @@
 namespace tk::TK_VARIANT {
 namespace {
 
-constexpr int64_t kPart = 256;          // weights per partial sum
 constexpr int kDigits[] = {21, 10, 0};  // lowest bit of each digit of a weight
 constexpr int64_t kBuckets = 1 << 11;
 
@@ -29,14 +31,41 @@ float from_bits(uint32_t bits) {
   return x;
 }
 
-// In [0, 1): SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
-double uniform(int64_t seed, int64_t position) {
-  uint64_t x =
-      static_cast<uint64_t>(seed) + (static_cast<uint64_t>(position) + 1) * 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return static_cast<double>((x ^ (x >> 31)) >> 11) * 0x1p-53;
-}
+// Random numbers of a row, one for each token.
+struct Noise {
+  uint32_t low, high;
+
+  // SplitMix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+  Noise(int64_t seed, int64_t position) {
+    uint64_t x =
+        static_cast<uint64_t>(seed) + (static_cast<uint64_t>(position) + 1) * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    x ^= x >> 31;
+    low = static_cast<uint32_t>(x);
+    high = static_cast<uint32_t>(x >> 32);
+  }
+
+  // Returns v in (0, 1) of tokens from `first` on. They are most precise near 0, where races are
+  // decided.
+  [[gnu::always_inline]] Vec operator()(int64_t first) const {
+    UintVec x = (kSteps + static_cast<uint32_t>(first) * kStep) + low;
+    x = (x ^ (x >> 16)) * 0x21F0AAADu;
+    x = (x ^ (x >> 15) ^ high) * 0xD35A2D97u;
+    x ^= x >> 15;
+    return min(__builtin_convertvector(x, Vec) * 0x1p-32f + 0x1p-33f, splat(0x1.fffffep-1f));
+  }
+
+ private:
+  static constexpr uint32_t kStep = 0x9E3779B9u;
+  UintVec kSteps = steps();
+
+  static UintVec steps() {
+    UintVec x;
+    for (int i = 0; i < kLanes; ++i) x[i] = static_cast<uint32_t>(i) * kStep;
+    return x;
+  }
+};
 
 // Returns the greatest element, or NaN if there is one.
 float greatest(const float* x, int64_t n) {
@@ -136,41 +165,90 @@ float least_kept(const float* weights, int64_t n, int64_t top_k, float top_p, fl
                       [](float weight) { return static_cast<double>(weight); });
 }
 
-// Returns the token at which the sum of weights >= `least` first exceeds `share` of the total.
-int64_t draw(const float* weights, int64_t n, float least, double share, double* sums) {
-  const int64_t num_parts = (n + kPart - 1) / kPart;
-  double total = 0;
-  for (int64_t part = 0; part < num_parts; ++part) {
-    const int64_t first = part * kPart;
-    total += sum_of(weights + first, n - first < kPart ? n - first : kPart, least);
-    sums[part] = total;
+// Returns the winner of the race.
+//
+// weight(token): its weight. bounds(first): weights of kLanes tokens from `first` on, none more than
+// 0.01 % too low; 0 or less for tokens that are excluded or do not exist.
+template <bool kFew, class Bounds, class Weight>
+int64_t race(int64_t n, const Noise& noise, Bounds bounds, Weight weight) {
+  constexpr int kVectors = 4;
+  int64_t winner = 0;
+  double least = 17;  // more than the greatest e: the greatest weight is 1
+  float limit = 17;
+  for (int64_t i = 0; i < n; i += kVectors * kLanes) {
+    Vec tops[kVectors], numbers[kVectors];
+    IntVec hits[kVectors], hit = {};
+    for (int j = 0; j < kVectors; ++j) {
+      tops[j] = bounds(i + j * kLanes);
+      hit |= tops[j] > 0.0f;
+    }
+    if (kFew && !any(hit)) continue;
+    hit = IntVec{};
+    for (int j = 0; j < kVectors; ++j) {
+      numbers[j] = noise(i + j * kLanes);
+      hits[j] = numbers[j] < tops[j] * limit;
+      hit |= hits[j];
+    }
+    if (!any(hit)) continue;
+    for (int j = 0; j < kVectors; ++j) {
+      if (!any(hits[j])) continue;
+      float top[kLanes], number[kLanes];
+      store(top, tops[j]);
+      store(number, numbers[j]);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        if (!(number[lane] < top[lane] * limit)) continue;
+        const int64_t token = i + j * kLanes + lane;
+        const double time = -std::log1p(-static_cast<double>(number[lane])) / weight(token);
+        if (!(time < least)) continue;
+        winner = token;
+        least = time;
+        limit = static_cast<float>(time * 1.0001);
+      }
+    }
   }
-  const double goal = share * total;
-  int64_t part = 0;
-  while (part + 1 < num_parts && sums[part] <= goal) ++part;
-  double sum = part ? sums[part - 1] : 0;
-  int64_t last = part * kPart;
-  for (int64_t i = last; i < n; ++i) {
-    if (weights[i] < least || weights[i] == 0) continue;
-    last = i;
-    sum += weights[i];
-    if (sum > goal) break;
-  }
-  return last;
+  return winner;
+}
+
+// Loads kLanes elements, `fill` past the n-th.
+Vec load_or(const float* x, int64_t i, int64_t n, float fill) {
+  if (i + kLanes <= n) return load(x + i);
+  float part[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) part[lane] = i + lane < n ? x[i + lane] : fill;
+  return load(part);
 }
 
 int64_t choose(const float* logits, int64_t vocab, const float* floats, const int64_t* ints,
                int64_t position) {
-  const float temperature = floats[0];
+  const float temperature = floats[0], top_p = floats[1], min_p = floats[2];
+  const int64_t top_k = ints[0];
   const float best = greatest(logits, vocab);
   if (!std::isfinite(best)) return -1;
   if (temperature == 0) return find(logits, vocab, best);
-  const int64_t num_parts = (vocab + kPart - 1) / kPart;
-  double* sums = static_cast<double*>(scratch(num_parts * sizeof(double) + vocab * sizeof(float)));
-  float* weights = reinterpret_cast<float*>(sums + num_parts);
+  const Noise noise(ints[1], position);
+  const auto weight = [&](int64_t token) {
+    return std::exp(static_cast<double>((logits[token] - best) / temperature));
+  };
+  if ((top_k <= 0 || top_k >= vocab) && top_p >= 1 && min_p <= 0) {
+    const float scale = 1.44269504f * (temperature > 1e-30f ? 1 / temperature : 1e30f);
+    return race<false>(
+        vocab, noise,
+        [&](int64_t i) {
+          // The bits of x + 127 with 23 fraction bits are a number from 2^x to 1.07 * 2^x.
+          const Vec x = (load_or(logits, i, vocab, -INFINITY) - best) * scale;
+          return (Vec)__builtin_convertvector((max(x, splat(-126.0f)) + 127.0f) * 0x1p23f, IntVec);
+        },
+        weight);
+  }
+  float* weights = static_cast<float*>(scratch(vocab * sizeof(float)));
   weigh(logits, best, temperature, vocab, weights);
-  const float least = least_kept(weights, vocab, ints[0], floats[1], floats[2]);
-  return draw(weights, vocab, least, uniform(ints[1], position), sums);
+  const float least = least_kept(weights, vocab, top_k, top_p, min_p);
+  return race<true>(
+      vocab, noise,
+      [&](int64_t i) {
+        const Vec part = load_or(weights, i, vocab, 0.0f);
+        return select(part >= least, part, Vec{});
+      },
+      weight);
 }
 
 }  // namespace

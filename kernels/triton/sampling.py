@@ -1,17 +1,17 @@
 """Sampling on NVIDIA GPUs: one pass over the logits, then one small program per row.
 
-A row of logits is cut into blocks of WIDTH tokens. The pass computes the greatest logit of each
-block and the sum of its weights exp((logit - greatest) / temperature). A token is drawn by
-inverting the running sum of these, first over blocks, then inside one block. This takes one
-exponential per logit, where Gumbel noise takes a hash and two logarithms, so the pass stays bound
-by memory.
+A random choice is a race: a token's time is an exponential number, keyed by seed, position and
+token (`kernels.reference.exponentials`), divided by its weight exp((logit - greatest) /
+temperature). The first token wins. A row of logits is cut into blocks of WIDTH tokens. The pass
+computes the greatest logit of each block, its winner, and the winner's time with weights relative
+to the block's greatest logit. Without filters, the first of these winners is the choice.
 
 Filters (top-k, top-p, min-p) need no sort. The k-th greatest of the blocks' maxima bounds the k-th
 greatest logit from below, and only the about k blocks that reach it are read. Top-p is tested after
-the draw: a token is kept if the likelier ones weigh less than top-p, else the draw is repeated
-among these. The result is distributed as if the others had been masked before, and the first draw
-is kept with probability top-p (rejection sampling from a shrinking set; compare Ye et al.,
-"FlashInfer", arXiv:2501.01005).
+the choice: a token is kept if the likelier ones weigh less than top-p, else these race again, with
+the same numbers. The result is the winner among the kept tokens: whatever is rejected is not kept,
+and neither is anything less likely. A race among some tokens keeps the winners of blocks that are
+among them, and repeats only blocks whose winner is not and was earlier than all of these.
 
 A choice depends bitwise on the logits, parameters, seed and position of its own row alone: no sum
 is taken in an order that depends on the batch.
@@ -39,6 +39,7 @@ TRAILING_ZEROS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 NOT_SAMPLED = tl.constexpr(-2)
 NOT_FINITE = tl.constexpr(-1)
 LOG2_E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def sample(
@@ -74,16 +75,19 @@ def sample(
     if readable % ALIGNED:  # loads are narrow, and a row of a tile is spread over fewer warps
         blocks, warps = BLOCKS // 2, 2
     statistics = torch.empty(3, n, num_blocks, dtype=torch.float32, device=logits.device)
-    listed = torch.empty(n, num_blocks, dtype=torch.int32, device=logits.device)
+    indices = torch.empty(2, n, num_blocks, dtype=torch.int32, device=logits.device)
     pdl = supported(logits.device)
     _statistics_kernel[(-(-num_blocks // blocks), n)](
         logits,
         rows,
         positions,
         floats,
+        ints,
         statistics,
+        indices,
         logits.stride(0),
         floats.stride(0),
+        ints.stride(0),
         vocab,
         readable,
         num_blocks,
@@ -104,7 +108,7 @@ def sample(
         token_ids,
         out,
         statistics,
-        listed,
+        indices,
         logits.stride(0),
         floats.stride(0),
         ints.stride(0),
@@ -154,14 +158,47 @@ def _exponent_scale(temperature):
 
 
 @triton.jit
-def _uniform(seed, position, draw):
-    """Return a number in [0, 1), fp64: SplitMix64's finalizer (Steele et al., 2014)."""
-    x = seed.to(tl.uint64) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-    x += draw.to(tl.uint64) * 0xD1B54A32D192ED03
+def _are_filtered(top_k, top_p, min_p, vocab):
+    return (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def _key(seed, position):
+    """Return two uint32 of seed and position: SplitMix64's finalizer (Steele et al., 2014)."""
+    x = seed.to(tl.uint64) + (position.to(tl.int64) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     x = x ^ (x >> 31)
-    return (x >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+    return x.to(tl.uint32), (x >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _exponentials(low, high, token):
+    """Return the tokens' exponential numbers in units of ln 2, by `reference.exponentials`."""
+    x = token.to(tl.uint32) * 0x9E3779B9 + low
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15) ^ high) * 0xD35A2D97
+    x = x ^ (x >> 15)
+    v = x.to(tl.float32) * (1.0 / 4294967296.0) + (1.0 / 8589934592.0)
+    v = tl.minimum(v, 1.0 - 1.0 / 16777216.0)
+    # Near 0, where 1 - v would be rounded, five terms of the series of -log(1 - v).
+    series = v * (LOG2_E / 5) + LOG2_E / 4
+    series = series * v + LOG2_E / 3
+    series = series * v + LOG2_E / 2
+    series = series * v + LOG2_E
+    return tl.where(v < 0.0625, series * v, -_log2(1.0 - v))
+
+
+@triton.jit
+def _log2(x):
+    """Return log2(x), by one instruction: `tl.log2` takes twenty, for its last bits."""
+    if INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
 
 
 @triton.jit
@@ -194,9 +231,12 @@ def _statistics_kernel(
     row_ptr,
     position_ptr,
     float_ptr,
+    int_ptr,
     statistics_ptr,
+    index_ptr,
     logits_stride,
     float_stride,
+    int_stride,
     vocab,
     readable,
     num_blocks,
@@ -206,11 +246,15 @@ def _statistics_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Reduce BLOCKS blocks of a row to greatest logits and weight sums. NaN or +inf make NaN."""
+    """Reduce BLOCKS blocks of a row to greatest logits, sums of weights, winners and their times.
+
+    The sums are of rows with filters alone. NaN makes a block's time -1. At temperature 0, the
+    first of the greatest logits wins, at time 0."""
     release(PDL)
     wait(PDL)
     entry = tl.program_id(1).to(tl.int64)
-    if tl.load(position_ptr + entry) < 0:
+    position = tl.load(position_ptr + entry)
+    if position < 0:
         return
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -220,12 +264,28 @@ def _statistics_kernel(
         if (tl.program_id(0) + 1) * BLOCKS * WIDTH > vocab:
             logits = tl.where(token < vocab, logits, -float("inf"))
     row = tl.load(row_ptr + entry).to(tl.int64)
-    scale = _exponent_scale(tl.load(float_ptr + row * float_stride))
+    temperature = tl.load(float_ptr + row * float_stride)
+    top_p = tl.load(float_ptr + row * float_stride + 1)
+    min_p = tl.load(float_ptr + row * float_stride + 2)
+    top_k = tl.load(int_ptr + row * int_stride)
+    seed = tl.load(int_ptr + row * int_stride + 1)
+    scale = _exponent_scale(temperature)
     greatest = tl.max(logits, 1)
-    weights = tl.exp2((logits - tl.maximum(greatest, -3e38)[:, None]) * scale)
+    exponents = (logits - tl.maximum(greatest, -3e38)[:, None]) * scale
+    live = block < num_blocks
     place = statistics_ptr + entry * num_blocks + block
-    tl.store(place, greatest, mask=block < num_blocks)
-    tl.store(place + num_statistics, tl.sum(weights, 1), mask=block < num_blocks)
+    times = -exponents
+    if temperature > 0:
+        if _are_filtered(top_k, top_p, min_p, vocab):
+            tl.store(place + num_statistics, tl.sum(tl.exp2(exponents), 1), mask=live)
+        low, high = _key(seed, position)
+        times = _exponentials(low, high, token) * tl.exp2(-exponents)
+    times = tl.where(logits == logits, times, -1.0)
+    first = tl.min(times, 1)
+    winner = tl.min(tl.where(times == first[:, None], token, 2147483647), 1)
+    tl.store(place, greatest, mask=live)
+    tl.store(place + 2 * num_statistics, first, mask=live)
+    tl.store(index_ptr + entry * num_blocks + block, winner, mask=live)
 
 
 # The choice: one program per row
@@ -244,7 +304,7 @@ def _choose_kernel(
     token_ptr,
     out_ptr,
     statistics_ptr,
-    list_ptr,
+    index_ptr,
     logits_stride,
     float_stride,
     int_stride,
@@ -266,10 +326,12 @@ def _choose_kernel(
     position = tl.load(position_ptr + entry)
     row = tl.load(row_ptr + entry).to(tl.int64)
     statistics_ptr += entry * num_blocks
+    index_ptr += entry * num_blocks
     block = tl.arange(0, NUM_BLOCKS_PAD)
     live = block < num_blocks
     greatest = tl.load(statistics_ptr + block, mask=live, other=-float("inf"))
-    sums = tl.load(statistics_ptr + num_statistics + block, mask=live, other=0.0)
+    times = tl.load(statistics_ptr + 2 * num_statistics + block, mask=live, other=float("inf"))
+    winners = tl.load(index_ptr + block, mask=live, other=0)
     if position < 0:
         tl.store(out_ptr + entry, NOT_SAMPLED)
         return
@@ -280,23 +342,24 @@ def _choose_kernel(
     seed = tl.load(int_ptr + row * int_stride + 1)
     scale = _exponent_scale(temperature)
 
-    logits_ptr += entry * logits_stride
-    list_ptr += entry * num_blocks
     best = tl.max(greatest, 0)
-    masses = sums * tl.exp2((greatest - best) * scale)
-    total = tl.sum(masses.to(tl.float64), 0)
-
+    is_finite = (tl.min(times, 0) >= 0) & (best > -float("inf")) & (best < float("inf"))
     chosen = tl.full([], NOT_FINITE, tl.int32)
-    if total > 0:  # False for NaN
-        filtered = (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
-        if (temperature > 0) & filtered:
-            chosen = _draw_filtered(
-                logits_ptr,
-                list_ptr,
-                statistics_ptr + 2 * num_statistics,
+    if is_finite:
+        # Relative to the row's greatest logit.
+        times = tl.where(greatest > -float("inf"), times, float("inf"))
+        if temperature > 0:
+            times *= tl.exp2((best - greatest) * scale)
+        else:
+            times = tl.where(greatest == best, 0.0, float("inf"))
+        if (temperature > 0) & _are_filtered(top_k, top_p, min_p, vocab):
+            chosen = _choose_filtered(
+                logits_ptr + entry * logits_stride,
+                index_ptr + num_statistics,
+                statistics_ptr + num_statistics,
                 greatest,
-                masses,
-                total,
+                times,
+                winners,
                 best,
                 scale,
                 temperature,
@@ -314,55 +377,26 @@ def _choose_kernel(
                 WIDTH,
             )
         else:
-            # At temperature 0 only the greatest remain, and target 0 draws the first of them.
-            target = tl.where(temperature > 0, total * _uniform(seed, position, position * 0), 0.0)
-            least = tl.where(temperature > 0, -float("inf"), best)
-            masses = tl.where(greatest >= least, masses, 0.0)
-            chosen, _ = _draw(
-                logits_ptr, masses, target, least, -float("inf"), best, scale, vocab, WIDTH
-            )
+            _, chosen = _first(times, winners)
     tl.store(out_ptr + entry, chosen)
     tl.store(token_ptr + row * token_stride + position, tl.maximum(chosen, 0))
 
 
 @triton.jit
-def _draw(logits_ptr, masses, target, least, above, best, scale, vocab, WIDTH: tl.constexpr):
-    """Return (token, its logit) at which the running sum of weights exceeds `target`.
-
-    Only logits >= `least` and > `above` count. masses: the sum of each block, one of them above 0.
-    """
-    block, before = _invert(masses, target)
-    token = block * WIDTH + tl.arange(0, WIDTH)
-    logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
-    wanted = (logits >= least) & (logits > above)
-    place, _ = _invert(tl.where(wanted, tl.exp2((logits - best) * scale), 0.0), target - before)
-    logit = tl.max(tl.where(tl.arange(0, WIDTH) == place, logits, -float("inf")), 0)
-    return block * WIDTH + place, logit
+def _first(times, tokens):
+    """Return (least time, its token), the least token of equals."""
+    time = tl.min(times, 0)
+    return time, tl.min(tl.where(times == time, tokens, 2147483647), 0)
 
 
 @triton.jit
-def _invert(weights, target):
-    """Return (index, sum before it) of the first running sum above `target`.
-
-    If rounding leaves none, that is the last index. Its weight is never 0."""
-    sums = tl.cumsum(weights.to(tl.float64), 0)
-    size: tl.constexpr = weights.shape[0]
-    index = tl.arange(0, size)
-    # Candidates in order, then the others from the last on.
-    order = tl.where(sums > target, index, 2 * size - index)
-    order = tl.min(tl.where(weights > 0, order, 3 * size), 0)
-    found = tl.where(order < size, order, 2 * size - order)
-    return found, tl.max(tl.where(index < found, sums, 0.0), 0)
-
-
-@triton.jit
-def _draw_filtered(
+def _choose_filtered(
     logits_ptr,
     list_ptr,
     mass_ptr,
     greatest,
-    masses,
-    total,
+    times,
+    winners,
     best,
     scale,
     temperature,
@@ -379,10 +413,12 @@ def _draw_filtered(
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Draw a token that passes top-k, min-p and top-p. Weights: relative to the greatest logit."""
+    """Return the first token that passes top-k, min-p and top-p.
+
+    times, winners: of each block. Times and weights are relative to the greatest logit."""
     live = tl.arange(0, greatest.shape[0]) < num_blocks
+    winner_logits = tl.load(logits_ptr + winners, mask=live, other=-float("inf")).to(tl.float32)
     least = tl.full([], -float("inf"), tl.float32)
-    count = tl.full([], 0, tl.int32)
     limited = (top_k > 0) & (top_k < vocab)
     if limited:
         bound = _kth_greatest_block(greatest, best, top_k, TRAILING_ZEROS)
@@ -403,41 +439,67 @@ def _draw_filtered(
         )
     if min_p > 0:
         least = tl.maximum(least, best + temperature * tl.log(min_p))
-    if least > -float("inf"):
-        listed = _list_blocks(list_ptr, live & (greatest >= least))
-        count = _weigh(
-            logits_ptr,
-            list_ptr,
-            mass_ptr,
-            listed,
-            least,
-            -float("inf"),
-            best,
-            scale,
-            vocab,
-            readable,
-            PADDED,
-            BLOCKS,
-            WIDTH,
-        )
-        masses = _load_masses(mass_ptr, live & (greatest >= least))
-        total = tl.sum(masses.to(tl.float64), 0)
-    limit = total
-    if limited & (least > -float("inf")):
-        # Ties at the k-th place are kept, but do not count for top-p.
-        surplus = tl.maximum(count - top_k, 0)
-        limit -= surplus.to(tl.float64) * tl.exp2((least - best) * scale)
-    limit *= top_p
+    limit = tl.full([], 0.0, tl.float64)
+    if top_p < 1:
+        masses = _load_masses(mass_ptr, live) * tl.exp2((greatest - best) * scale)
+        count = tl.full([], 0, tl.int32)
+        if least > -float("inf"):
+            listed = _list_blocks(list_ptr, live & (greatest >= least))
+            count = _weigh(
+                logits_ptr,
+                list_ptr,
+                mass_ptr,
+                listed,
+                least,
+                -float("inf"),
+                best,
+                scale,
+                vocab,
+                readable,
+                PADDED,
+                BLOCKS,
+                WIDTH,
+            )
+            masses = _load_masses(mass_ptr, live & (greatest >= least))
+        limit = tl.sum(masses.to(tl.float64), 0)
+        if limited & (least > -float("inf")):
+            # Ties at the k-th place are kept, but do not count for top-p.
+            surplus = tl.maximum(count - top_k, 0)
+            limit -= surplus.to(tl.float64) * tl.exp2((least - best) * scale)
+        limit *= top_p
 
+    low, high = _key(seed, position)
     above = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
-    draw = tl.full([], 0, tl.int32)
     searching = tl.full([], 1, tl.int1)
     while searching:
-        target = total * _uniform(seed, position, draw)
-        token, logit = _draw(logits_ptr, masses, target, least, above, best, scale, vocab, WIDTH)
+        # Winners that count stand. An earlier winner that does not hides others of its block.
+        counts = (winner_logits >= least) & (winner_logits > above)
+        first, token = _first(tl.where(counts, times, float("inf")), winners)
+        hidden = ~counts & (greatest >= least) & (greatest > above) & (times <= first)
+        listed = _list_blocks(list_ptr, live & hidden)
+        if listed > 0:
+            token = _race(
+                logits_ptr,
+                list_ptr,
+                listed,
+                first,
+                token,
+                low,
+                high,
+                least,
+                above,
+                best,
+                scale,
+                vocab,
+                readable,
+                PADDED,
+                BLOCKS,
+                WIDTH,
+            )
         searching = False
         if top_p < 1:
+            logit = tl.load(logits_ptr + token).to(tl.float32)
             likelier = live & (greatest > logit)
             listed = _list_blocks(list_ptr, likelier)
             _weigh(
@@ -456,11 +518,48 @@ def _draw_filtered(
                 WIDTH,
             )
             masses = _load_masses(mass_ptr, likelier)
-            total = tl.sum(masses.to(tl.float64), 0)
-            searching = (listed > 0) & (total >= limit)
-        above = logit
-        draw += 1
+            searching = (listed > 0) & (tl.sum(masses.to(tl.float64), 0) >= limit)
+            above = logit
     return token
+
+
+@triton.jit
+def _race(
+    logits_ptr,
+    list_ptr,
+    listed,
+    first,
+    winner,
+    low,
+    high,
+    least,
+    above,
+    best,
+    scale,
+    vocab,
+    readable,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return the first of `winner`, whose time is `first`, and the tokens of the listed blocks.
+
+    Only logits >= least and > above count."""
+    times = tl.full([BLOCKS, WIDTH], float("inf"), tl.float32)
+    tokens = tl.full([BLOCKS, WIDTH], 2147483647, tl.int32)
+    _, token, ahead = _load_listed(logits_ptr, list_ptr, 0, listed, readable, BLOCKS, WIDTH)
+    for start in range(0, listed, BLOCKS):
+        logits, own = _widen(ahead, token, vocab, PADDED), token
+        _, token, ahead = _load_listed(
+            logits_ptr, list_ptr, start + BLOCKS, listed, readable, BLOCKS, WIDTH
+        )
+        time = _exponentials(low, high, own) * tl.exp2((best - logits) * scale)
+        time = tl.where((logits >= least) & (logits > above), time, float("inf"))
+        tokens = tl.where(time < times, own, tokens)
+        times = tl.minimum(time, times)
+    earliest = tl.min(tl.min(times, 1), 0)
+    found = tl.min(tl.min(tl.where(times == earliest, tokens, 2147483647), 1), 0)
+    return tl.where(earliest < first, found, winner)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from toolkit.kernels.triton.lora import _add_kernel, _shrink_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
 from toolkit.kernels.triton.norm import _join_kernel
 from toolkit.kernels.triton.rotary import _qk_norm_rope_write_kernel
+from toolkit.kernels.triton.sampling import _choose_kernel, _statistics_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 << 10
@@ -196,6 +197,16 @@ def compile_adapters() -> None:
     compile_kernel("one row, FP8", fp8._vector_kernel, types, end | row | {"ROWS": 4}, 4, 3)
 
 
+def compile_sampling(dtype: str) -> None:
+    ids = dict.fromkeys(("row_ptr", "position_ptr", "index_ptr", "token_ptr", "out_ptr"), "*i32")
+    types = ids | {"logits_ptr": f"*{dtype}", "float_ptr": "*fp32", "int_ptr": "*i64"}
+    types["statistics_ptr"] = "*fp32"
+    tile = {"PADDED": True, "BLOCKS": 16, "WIDTH": 256, "PDL": True}
+    compile_kernel(f"race of blocks, {dtype}", _statistics_kernel, types, tile, 4, 3)
+    row = {"TRAILING_ZEROS": 16 if dtype == "bf16" else 0, "NUM_BLOCKS_PAD": 1024}
+    compile_kernel(f"choice, {dtype}", _choose_kernel, types, tile | row, 8, 3)
+
+
 def compile_hopper(name: str, block_size: int, group: int, dtype: str) -> None:
     page = f"tensordesc<{dtype}[{min(64, block_size)}, 64],{SWIZZLED.value!r}>"
     same = {f"{x}_ptr": f"*{dtype}" for x in ("q", "v", "out")}
@@ -220,6 +231,8 @@ def main() -> None:
     compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
     compile_hopper("prefill on Hopper", 16, 4, "bf16")
     compile_hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
+    for dtype in ("bf16", "fp32"):
+        compile_sampling(dtype)
     compile_kernel("join", _join_kernel, JOIN_TYPES, JOIN, 16, 3)
     compile_kernel("pushed sum and norm", _pushed_norm_kernel, PUSHED_TYPES, PUSHED, 16, 3)
     compile_tile("product after a norm", 64, 64, 6, 1, 1, UNSCALED=True)

@@ -16,8 +16,9 @@ from transformers import (
 )
 
 from tests.checkpoints import spec_of
+from toolkit.kernels.reference import exponentials
 from toolkit.sampling.params import SamplingParams
-from toolkit.sampling.sampler import draw, sample, uniform_at
+from toolkit.sampling.sampler import choose, sample
 from toolkit.sampling.sampling_state import SamplingState
 
 VOCAB = 60
@@ -113,14 +114,12 @@ def test_the_fit_detects_a_small_bias():
     assert not chi_square_fits(counts, (logits * 1.05).softmax(-1)[0])
 
 
-def test_frequencies_over_seeds_match_the_probabilities():
+@pytest.mark.parametrize("first", [0, -10_000, 2**63 - 20_000, -(2**63)])
+def test_frequencies_over_seeds_match_the_probabilities(first):
     """At one position, consecutive seeds are independent draws."""
     logits = random_logits(3)
     count = 20_000
-    state = SamplingState(count, torch.device("cpu"))
-    state.floats[:, 0] = state.floats[:, 1] = 1.0
-    state.random[:] = True
-    state.ints[:, 1] = torch.arange(count)
+    state = state_of_seeds(torch.arange(count) + first)
     rows = np.arange(count, dtype=np.int32)
     tokens = sample(
         logits.repeat(count, 1),
@@ -129,7 +128,64 @@ def test_frequencies_over_seeds_match_the_probabilities():
         rows,
         np.full_like(rows, 17),
     )
-    assert chi_square_fits(tokens.bincount(minlength=VOCAB), logits.softmax(-1)[0])
+    expected = logits.softmax(-1)[0]
+    assert chi_square_fits(tokens.bincount(minlength=VOCAB), expected)
+    pairs = (tokens[:-1] * VOCAB + tokens[1:]).bincount(minlength=VOCAB**2)
+    assert chi_square_fits(pairs, expected.outer(expected).flatten())
+
+
+def test_frequencies_at_the_last_positions_match_the_probabilities():
+    logits = random_logits(4)
+    counts = draw_many(logits, SamplingParams(seed=-1), 20_000, 2**31 - 20_000)
+    assert chi_square_fits(counts, logits.softmax(-1)[0])
+
+
+def state_of_seeds(seeds: torch.Tensor) -> SamplingState:
+    """Return a state whose row i has the i-th seed, at temperature 1."""
+    state = SamplingState(len(seeds), torch.device("cpu"))
+    state.floats[:, 0] = state.floats[:, 1] = 1.0
+    state.random[:] = True
+    state.ints[:, 1] = seeds
+    return state
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_drawn():
+    """The vocabulary is 131,072 equal tokens and one of probability 0.9."""
+    count, vocab = 1500, 131_073
+    logits = torch.zeros(vocab)
+    logits[0] = math.log(9 * (vocab - 1))
+    tokens = torch.cat(
+        [
+            sample(
+                logits.repeat(100, 1),
+                make_state(SamplingParams(seed=3)),
+                torch.zeros(1, 1, dtype=torch.int32),
+                np.zeros(100, np.int32),
+                np.arange(start, start + 100, dtype=np.int32),
+            )
+            for start in range(0, count, 100)
+        ]
+    )
+    rare = tokens[tokens > 0]
+    assert abs(len(rare) - count / 10) < 4 * math.sqrt(count * 0.09)
+    assert chi_square_fits((rare * 8 // vocab).bincount(minlength=8), torch.full((8,), 1 / 8))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.95}], ids=str)
+def test_similar_logits_choose_the_same_token(filters):
+    """A drafter that shares the seed agrees with its target at most positions."""
+    count, vocab = 2000, 300
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(count, vocab, generator=generator) * 2.0
+    drafter = target + torch.randn(count, vocab, generator=generator) * 0.25
+    rows, positions = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
+    chosen = [
+        choose(logits, make_state(SamplingParams(seed=seed, **filters)), rows, positions)
+        for logits, seed in ((target, 5), (drafter, 5), (drafter, 6))
+    ]
+    same, independent = ((chosen[0] == other).float().mean() for other in chosen[1:])
+    assert same > 0.75
+    assert independent < 0.3
 
 
 def test_a_temperature_of_zero_or_close_to_it_is_greedy():
@@ -150,6 +206,10 @@ def test_samples_do_not_depend_on_other_requests():
     for position in range(60):
         rows = np.arange(len(kinds), dtype=np.int32)
         together = sample(rounded.clone(), state, tokens_of, rows, np.full_like(rows, position))
+        backwards = sample(
+            rounded.flip(0), state, tokens_of, rows[::-1].copy(), np.full_like(rows, position)
+        )
+        assert backwards.flip(0).equal(together)
         for row in range(len(kinds)):
             alone = sample(
                 rounded[row : row + 1].clone(),
@@ -276,32 +336,71 @@ def test_non_finite_logits_do_not_change_other_requests(bad, temperature):
     assert sample(spoiled, state, history, rows, lengths).tolist() == [good[0], -1, good[2]]
 
 
-def test_a_token_with_probability_zero_is_never_drawn():
-    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
-    uniform = torch.tensor([0.0, 0.25, 0.5 - 1e-12, 0.5, 1 - 2**-53], dtype=torch.float64)
-    drawn = [draw(probabilities, u[None]).item() for u in uniform]
-    assert drawn == [1, 1, 1, 3, 3]
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.01}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1.0, 100.0])
+def test_a_token_with_probability_zero_is_never_drawn(temperature, filters):
+    count = 300
+    logits = torch.full((count, VOCAB), -math.inf)
+    logits[:, 41] = -1e30  # the only finite one of even rows
+    logits[1::2, 5] = -1e30
+    state = make_state(SamplingParams(temperature=temperature, seed=1, **filters))
+    rows, positions = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
+    tokens = torch.zeros(1, 1, dtype=torch.int32)
+    for chosen in (
+        sample(logits.clone(), state, tokens, rows, positions),
+        choose(logits, state, rows, positions),
+    ):
+        assert set(chosen[::2].tolist()) == {41}
+        assert set(chosen[1::2].tolist()) == {5, 41}
 
 
-def test_uniform_numbers_are_in_range_and_well_spread():
-    seeds = torch.tensor([0, 1, 2, -1, 2**62, -(2**63)])[:, None]
-    positions = torch.arange(40_000)[None]
-    numbers = uniform_at(seeds, positions)
-    assert numbers.dtype == torch.float64
-    assert ((numbers >= 0) & (numbers < 1)).all()
-    for row in numbers:
-        bins = torch.histc(row, 100, 0, 1)
-        assert chi_square_fits(bins, torch.full((100,), 0.01))
-        # Consecutive positions are independent.
-        pairs = (row[:-1] * 10).long() * 10 + (row[1:] * 10).long()
-        assert chi_square_fits(pairs.bincount(minlength=100), torch.full((100,), 0.01))
-    assert len(set(numbers.flatten().tolist())) == numbers.numel()
-    correlation = torch.corrcoef(numbers).fill_diagonal_(0).abs().max()
-    assert correlation < 0.03
+def hashed(seed: int, position: int, token: int) -> int:
+    """Return the 32 random bits of a token, from the definition."""
+    x = (seed + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    high, low = divmod(x ^ x >> 31, 2**32)
+    x = (token * 0x9E3779B9 + low) % 2**32
+    x = (x ^ x >> 16) * 0x21F0AAAD % 2**32
+    x = (x ^ x >> 15 ^ high) * 0xD35A2D97 % 2**32
+    return x ^ x >> 15
 
 
-def test_uniform_numbers_are_splitmix64():
-    """Published: the first outputs for seed 1234567, whose k-th state is seed + k * gamma."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    actual = uniform_at(torch.tensor([1234567]), torch.arange(4))
-    assert actual.tolist() == [(value >> 11) * 2.0**-53 for value in published]
+@pytest.mark.parametrize("seed", [0, 1234567, -1, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("position", [0, 77, 2**31 - 1])
+def test_exponential_numbers_follow_their_definition(seed, position):
+    actual = exponentials(torch.tensor([seed]), torch.tensor([position], dtype=torch.int32), 1000)
+    v = [(hashed(seed, position, token) + 0.5) / 2**32 for token in range(1000)]
+    assert (-torch.expm1(-actual[0])).tolist() == pytest.approx(v, rel=1e-7)
+
+
+def test_exponential_numbers_are_independent_and_well_spread():
+    seeds = torch.tensor([0, 1, 2, -1, 2**62, -(2**63)])
+    by_position = exponentials(seeds.repeat_interleave(500), torch.arange(500).repeat(6), 128)
+    assert (by_position > 0).all()
+    assert by_position.isfinite().all()
+    numbers = (-torch.expm1(-by_position)).view(6, 500, 128)  # uniform in [0, 1)
+    tenth = (numbers * 10).long()
+    for pairs in (
+        tenth[:, :, :-1] * 10 + tenth[:, :, 1:],  # next token
+        tenth[:, :-1] * 10 + tenth[:, 1:],  # next position
+        tenth[:-1] * 10 + tenth[1:],  # another seed
+        tenth[:, 1:, :-1] * 10 + tenth[:, :-1, 1:],
+        (numbers * 100).long(),
+    ):
+        counts = pairs.flatten().bincount(minlength=100)
+        assert chi_square_fits(counts, torch.full((100,), 0.01))
+
+
+def test_small_exponential_numbers_are_precise():
+    """The least of many is exponentially distributed, too, and hardly any two are equal."""
+    vocab = 1 << 17
+    least = torch.cat(
+        [
+            exponentials(torch.full((50,), 9), torch.arange(start, start + 50), vocab).amin(dim=1)
+            for start in range(0, 400, 50)
+        ]
+    )
+    assert len(set(least.tolist())) > 0.99 * len(least)
+    uniform = -torch.expm1(-least * vocab)
+    assert chi_square_fits((uniform * 20).long().bincount(minlength=20), torch.full((20,), 0.05))

@@ -2,15 +2,19 @@
 
 The order is vLLM's: log-probabilities of the raw logits; then logits processors, logit bias and
 forbidden end tokens, penalties, grammars, temperature, min-p, top-k, top-p. `sample` is the only
-place that has it. A random choice depends on the request's seed and the position alone: the same
-seed gives the same text in any batch and after any preemption."""
+place that has it.
+
+A random choice takes the token with the least e / weight, where e is an exponential number that
+depends on the request's seed, the position and the token alone (`kernels.reference.exponentials`).
+The same seed gives the same text in any batch and after any preemption, and models with similar
+logits choose the same token at most positions."""
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from toolkit.hardware.memory import to_device
-from toolkit.kernels import cpu
+from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.sampling import sample as cpu_sample
 from toolkit.kernels.table import Kernels
 from toolkit.sampling.grammar import Masks
@@ -119,40 +123,15 @@ def choose(
     if state.random[rows].any():
         temperature = state.floats[rows_on_device, 0]
         positions = torch.from_numpy(lengths).to(device, torch.int64)
-        uniform = uniform_at(state.ints[rows_on_device, 1], positions)
+        seeds = state.ints[rows_on_device, 1]
         # Minus the maximum, so that no small temperature overflows.
         scaled = (logits - best[:, None]) / torch.where(temperature > 0, temperature, 1.0)[:, None]
         probabilities = scaled.softmax(dim=-1)
         if state.filters[rows].any():
             probabilities = _keep_likely(probabilities, state, rows, rows_on_device)
-        drawn = draw(probabilities, uniform)
-        chosen = torch.where(temperature > 0, drawn, greedy)
+        times = reference.exponentials(seeds, positions, logits.shape[1]) / probabilities
+        chosen = torch.where(temperature > 0, times.argmin(dim=-1), greedy)
     return torch.where(best.isfinite(), chosen, -1)
-
-
-def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw indices [n] from rows of unnormalized probabilities [n, k].
-
-    The index is where the running sum first exceeds `uniform` [n] of the total."""
-    sums = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    index = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
-    return index.clamp_(max=probabilities.shape[-1] - 1)
-
-
-def uniform_at(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return numbers in [0, 1) [n] fp64 that depend on seed and position alone.
-
-    SplitMix64's finalizer (Steele et al., 2014)."""
-    x = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        x = (x ^ _shift_right(x, shift)) * factor  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 11).to(torch.float64) * 2.0**-53
-
-
-def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift without sign extension."""
-    return (x >> count) & ((1 << (64 - count)) - 1)
 
 
 def _keep_likely(
