@@ -1,13 +1,15 @@
 // The next token of each row of logits: the likeliest, or one drawn by seed and position.
 //
-// The draw is a race: every kept token has a random time e / weight, e an exponential number that
-// depends on seed, position and token alone (`exponentials` in `toolkit.kernels.reference`), and the
-// least time wins. e = -log(1 - v) is at least v, so only tokens with v < weight * least time so far
-// need the logarithm: a few dozen in a vocabulary.
+// The draw is an exponential race, also called the Gumbel-max trick: every kept token has a random
+// time e / weight, e an exponential number that depends on seed, position and token alone
+// (`exponentials` in `toolkit.kernels.reference`), and the least time wins. e = -log(1 - v) is at
+// least v, so only tokens with v < weight * least time so far need the logarithm: a few dozen in a
+// vocabulary.
 //
 // Top-k, min-p and top-p reduce to one number, the least weight that is kept. It is found without
-// sorting: weights are in [0, 1], where bits are ordered like values, so three passes over digits of
-// these bits, high ones first, narrow it to one value.
+// sorting: weights are in [0, 1], where bits are ordered like values, so three passes over digits
+// of these bits, high ones first, narrow it to one value. Each copies the weights that are left, so
+// the next has few to read.
 #include <cmath>
 
 #include "simd.h"
@@ -18,6 +20,7 @@ namespace {
 
 constexpr int kDigits[] = {21, 10, 0};  // lowest bit of each digit of a weight
 constexpr int64_t kBuckets = 1 << 11;
+constexpr int64_t kGroup = 64;  // weights whose greatest bounds the k-th greatest of all
 
 uint32_t bits_of(float x) {
   uint32_t bits;
@@ -32,9 +35,8 @@ float from_bits(uint32_t bits) {
 }
 
 // Random numbers of a row, one for each token.
-struct Noise {
-  uint32_t low, high;
-
+class Noise {
+ public:
   // SplitMix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014).
   Noise(int64_t seed, int64_t position) {
     uint64_t x =
@@ -42,29 +44,25 @@ struct Noise {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     x ^= x >> 31;
-    low = static_cast<uint32_t>(x);
-    high = static_cast<uint32_t>(x >> 32);
+    low_ = static_cast<uint32_t>(x);
+    high_ = static_cast<uint32_t>(x >> 32);
+    for (int i = 0; i < kLanes; ++i) lanes_[i] = static_cast<uint32_t>(i) * kStep;
   }
 
   // Returns v in (0, 1) of tokens from `first` on. They are most precise near 0, where races are
   // decided.
   [[gnu::always_inline]] Vec operator()(int64_t first) const {
-    UintVec x = (kSteps + static_cast<uint32_t>(first) * kStep) + low;
+    UintVec x = lanes_ + static_cast<uint32_t>(first) * kStep + low_;
     x = (x ^ (x >> 16)) * 0x21F0AAADu;
-    x = (x ^ (x >> 15) ^ high) * 0xD35A2D97u;
+    x = (x ^ (x >> 15) ^ high_) * 0xD35A2D97u;
     x ^= x >> 15;
     return min(__builtin_convertvector(x, Vec) * 0x1p-32f + 0x1p-33f, splat(0x1.fffffep-1f));
   }
 
  private:
   static constexpr uint32_t kStep = 0x9E3779B9u;
-  UintVec kSteps = steps();
-
-  static UintVec steps() {
-    UintVec x;
-    for (int i = 0; i < kLanes; ++i) x[i] = static_cast<uint32_t>(i) * kStep;
-    return x;
-  }
+  uint32_t low_, high_;
+  UintVec lanes_;
 };
 
 // Returns the greatest element, or NaN if there is one.
@@ -105,10 +103,33 @@ void weigh(const float* logits, float best, float temperature, int64_t n, float*
     store_some(weights + i, exp((load_some(logits + i, n - i) - best) / temperature), n - i);
 }
 
+// Copies the weights in [from, below), usually few, to `list`, which may be `weights`. Returns
+// their number.
+int64_t collect(const float* weights, int64_t n, float from, float below, float* list) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += kGroup) {
+    const int64_t end = n - i < kGroup ? n : i + kGroup;
+    IntVec found = {};
+    for (int64_t j = i; j + kLanes <= end; j += kLanes) {
+      const Vec part = load(weights + j);
+      found |= (part >= from) & (part < below);
+    }
+    if (end == i + kGroup && !any(found)) continue;
+    for (int64_t j = i; j < end; ++j) {
+      const float weight = weights[j];
+      list[count] = weight;
+      count += weight >= from && weight < below;
+    }
+  }
+  return count;
+}
+
 // Returns the least weight from `floor` up whose greater weights sum to less than `limit`, each
 // counted as measure(weight); the greatest weight if none qualifies. Weights of 0 are skipped.
+// list: [n], overwritten; may be `weights`.
 template <class F>
-float least_within(const float* weights, int64_t n, float floor, double limit, F measure) {
+float least_within(const float* weights, int64_t n, float floor, double limit, float* list,
+                   F measure) {
   uint32_t prefix = 0;  // known bits of the result
   double above = 0;     // sum of weights that are greater by the known bits
   int known = 32;       // lowest known bit
@@ -116,8 +137,7 @@ float least_within(const float* weights, int64_t n, float floor, double limit, F
     double buckets[kBuckets] = {};
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t bits = bits_of(weights[i]);
-      if (weights[i] < floor || bits == 0 || (static_cast<uint64_t>(bits ^ prefix) >> known) != 0)
-        continue;
+      if (weights[i] < floor || bits == 0) continue;
       buckets[(bits >> digit) & ((1u << (known - digit)) - 1)] += measure(weights[i]);
     }
     int64_t found = -1;
@@ -132,43 +152,62 @@ float least_within(const float* weights, int64_t n, float floor, double limit, F
     if (found < 0) return floor;
     prefix |= static_cast<uint32_t>(found) << digit;
     known = digit;
+    if (digit == 0) break;
+    n = collect(weights, n, from_bits(prefix), from_bits(prefix + (1u << digit)), list);
+    weights = list;
   }
   return from_bits(prefix);
 }
 
-double sum_of(const float* weights, int64_t n, float least) {
+// Returns the k-th greatest weight, 1 <= k < n, or the least above 0. list: [n], overwritten.
+float kth_greatest(const float* weights, int64_t n, int64_t k, float* list) {
+  const auto one = [](float) { return 1.0; };
+  const double limit = static_cast<double>(k);
+  const int64_t groups = n / kGroup;
+  if (k <= groups) {
+    for (int64_t i = 0; i < groups; ++i) {
+      Vec top = load(weights + i * kGroup);
+      for (int64_t j = kLanes; j < kGroup; j += kLanes)
+        top = max(load(weights + i * kGroup + j), top);
+      list[i] = max(top);
+    }
+    const float bound = least_within(list, groups, 0.0f, limit, list, one);
+    const int64_t count = collect(weights, n, bound, INFINITY, list);
+    if (count >= k) return least_within(list, count, 0.0f, limit, list, one);
+  }
+  return least_within(weights, n, 0.0f, limit, list, one);
+}
+
+double sum_of(const float* weights, int64_t n) {
   double sums[8] = {};
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    for (int j = 0; j < 8; ++j) sums[j] += weights[i + j] >= least ? weights[i + j] : 0.0f;
+    for (int j = 0; j < 8; ++j) sums[j] += weights[i + j];
   }
-  for (; i < n; ++i) sums[0] += weights[i] >= least ? weights[i] : 0.0f;
+  for (; i < n; ++i) sums[0] += weights[i];
   return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
-float least_kept(const float* weights, int64_t n, int64_t top_k, float top_p, float min_p) {
-  float floor = min_p;
-  double surplus = 0;  // weight of the ties at the k-th place that top-p must not count
-  if (0 < top_k && top_k < n) {
-    const float last =
-        least_within(weights, n, 0.0f, static_cast<double>(top_k), [](float) { return 1.0; });
-    if (last >= floor) {
-      floor = last;
-      int64_t kept = 0;
-      for (int64_t i = 0; i < n; ++i) kept += weights[i] >= last;
-      surplus = kept > top_k ? static_cast<double>(kept - top_k) * last : 0.0;
-    }
-  }
+float least_kept(const float* weights, int64_t n, int64_t top_k, float top_p, float min_p,
+                 float* list) {
+  const float last = 0 < top_k && top_k < n ? kth_greatest(weights, n, top_k, list) : 0.0f;
+  const float floor = last > min_p ? last : min_p;
   if (top_p >= 1) return floor;
-  const double limit = top_p * (sum_of(weights, n, floor) - surplus);
-  return least_within(weights, n, floor, limit,
+  if (floor > 0) {
+    n = collect(weights, n, floor, INFINITY, list);
+    weights = list;
+  }
+  // Ties at the k-th place are kept, but do not count for top-p.
+  const double surplus = last > 0 && last == floor && n > top_k ? (n - top_k) * double{last} : 0.0;
+  return least_within(weights, n, floor, top_p * (sum_of(weights, n) - surplus), list,
                       [](float weight) { return static_cast<double>(weight); });
 }
 
 // Returns the winner of the race.
 //
-// weight(token): its weight. bounds(first): weights of kLanes tokens from `first` on, none more than
-// 0.01 % too low; 0 or less for tokens that are excluded or do not exist.
+// weight(token): its weight. bounds(first): weights of kLanes tokens from `first` on, none more
+// than 0.01 % too low; 0 or so small that they cannot win for tokens that are excluded or do not
+// exist. kFew: most are 0, and their random numbers are not computed.
 template <bool kFew, class Bounds, class Weight>
 int64_t race(int64_t n, const Noise& noise, Bounds bounds, Weight weight) {
   constexpr int kVectors = 4;
@@ -239,9 +278,9 @@ int64_t choose(const float* logits, int64_t vocab, const float* floats, const in
         },
         weight);
   }
-  float* weights = static_cast<float*>(scratch(vocab * sizeof(float)));
+  float* weights = static_cast<float*>(scratch(2 * vocab * sizeof(float)));
   weigh(logits, best, temperature, vocab, weights);
-  const float least = least_kept(weights, vocab, top_k, top_p, min_p);
+  const float least = least_kept(weights, vocab, top_k, top_p, min_p, weights + vocab);
   return race<true>(
       vocab, noise,
       [&](int64_t i) {

@@ -1,10 +1,11 @@
 """Sampling on NVIDIA GPUs: one pass over the logits, then one small program per row.
 
-A random choice is a race: a token's time is an exponential number, keyed by seed, position and
-token (`kernels.reference.exponentials`), divided by its weight exp((logit - greatest) /
-temperature). The first token wins. A row of logits is cut into blocks of WIDTH tokens. The pass
-computes the greatest logit of each block, its winner, and the winner's time with weights relative
-to the block's greatest logit. Without filters, the first of these winners is the choice.
+A random choice is an exponential race, also called the Gumbel-max trick: a token's time is an
+exponential number, keyed by seed, position and token (`kernels.reference.exponentials`), divided by
+its weight exp((logit - greatest) / temperature). The first token wins. A row of logits is cut into
+blocks of WIDTH tokens. The pass computes the greatest logit of each block, its winner, and the
+winner's time with weights relative to the block's greatest logit. Without filters, the first of
+these winners is the choice.
 
 Filters (top-k, top-p, min-p) need no sort. The k-th greatest of the blocks' maxima bounds the k-th
 greatest logit from below, and only the about k blocks that reach it are read. Top-p is tested after

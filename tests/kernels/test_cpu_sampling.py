@@ -93,6 +93,22 @@ def test_equal_logits_are_kept_or_dropped_together(filters: dict[str, float], va
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("count", [1, 2, 6, 300])
+def test_filters_with_few_finite_logits(count: int, variant: str) -> None:
+    """All are close to each other, and top-k may exceed their number."""
+    torch.manual_seed(count)
+    params = [SamplingParams(**filters) for filters in FILTERS] * 20  # type: ignore[arg-type]
+    state = make_state(params)
+    rows, positions = np.arange(len(params), dtype=np.int32), positions_of(len(params))
+    logits = torch.full((len(params), 5000), -torch.inf)
+    logits[:, 1000 : 1000 + count] = torch.randn(len(params), count).round()
+    expected = choose(logits, state, rows, positions.numpy())
+    with cpu.using(variant):
+        found = sample(logits, torch.from_numpy(rows), positions, state.floats, state.ints)
+    assert found.equal(expected)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
 def test_draws_follow_the_probabilities(variant: str) -> None:
     torch.manual_seed(0)
     count = 20_000
