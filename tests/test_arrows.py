@@ -56,7 +56,7 @@ ARROWS = {
     "models": {"attention", "distributed", "gguf", "kernels", "layers", "weights"},
     "lora": {"distributed", "kernels", "layers", "weights"},
     "pooling": {"models", "scheduler", "weights"},
-    "speculative": {"scheduler"},
+    "speculative": {"attention", "models", "sampling", "scheduler"},
     "worker": {
         "attention",
         "distributed",

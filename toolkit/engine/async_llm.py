@@ -12,13 +12,14 @@ from typing import Any, Self
 import msgspec
 
 from toolkit.config import EngineConfig, ModelConfig
-from toolkit.engine.adapters import AdapterRegistry, with_local_adapters
+from toolkit.engine.adapters import AdapterRegistry
 from toolkit.engine.cores.core_client import CoreClient, CoreLink, wait_until_ready
 from toolkit.engine.cores.launch import engine_name, plan_launches, smallest_core
 from toolkit.engine.cores.replica import Query, Replica, lost_core_error
 from toolkit.engine.cores.revival import CoreRestarter
 from toolkit.engine.cores.router import Router
 from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.local_files import with_local_files
 from toolkit.engine.messages import (
     Abort,
     EndRequests,
@@ -111,7 +112,7 @@ class AsyncLLM:
     async def start(self, report: Report | None = None) -> None:
         """Find the model and start the cores; return once they are ready. Raises ToolkitError."""
         folder, tokenizer_folder = await find_folders(self.config.model)
-        config = await asyncio.to_thread(with_local_adapters, self.config)
+        config = await asyncio.to_thread(with_local_files, self.config)
         launches = plan_launches(config, folder, self._log)
         cores = [CoreClient(launch) for launch in launches]
         try:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from toolkit.config import EngineConfig
-from toolkit.engine.adapters import AdapterRegistry, with_local_adapters
+from toolkit.engine.adapters import AdapterRegistry
 from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
 from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.local_files import with_local_files
 from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest
 from toolkit.engine.output_processor import OutputCollector, OutputProcessor, RequestState
 from toolkit.engine.outputs import Delta, RequestOutput
@@ -65,7 +66,7 @@ class LLM:
         if wanted.tokenizer is not None:  # a missing one is reported before the model is loaded
             tokenizer_folder = locate_tokenizer(wanted.tokenizer)
         report = report or (lambda name, seconds: None)
-        config = with_local_adapters(self.config)
+        config = with_local_files(self.config)
         self._core: EngineCore | SeveralCores
         if self.config.parallel.data_parallel_size > 1 and executor is None:
             self._core = SeveralCores(config, self.folder, report)

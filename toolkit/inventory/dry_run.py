@@ -5,7 +5,7 @@ from typing import Any
 from toolkit.config import EngineConfig
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.console import print_facts, print_json, print_note
-from toolkit.inventory.estimate import Estimate, estimate
+from toolkit.inventory.estimate import DrafterShape, Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
 from toolkit.units import count, size
 
@@ -17,13 +17,22 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     found = find_checkpoint(engine.model.model, engine.model.revision)
     checkpoint = found.with_overrides(engine.model.overrides)
     device = find_device(engine.device.device, engine.parallel.num_local_devices)
-    result = estimate(checkpoint, engine, device)
+    result = estimate(checkpoint, engine, device, _drafter(engine))
     if as_json:
         print_json(as_fields(checkpoint.name, result))
     else:
         print_facts(checkpoint.name, _facts(result))
         print_note(result.problem or "It fits.")
     return 0 if result.fits else 1
+
+
+def _drafter(engine: EngineConfig) -> DrafterShape | None:
+    """Describe the drafter's model. Raises ToolkitError if it is missing or unsupported."""
+    wanted = engine.speculation.drafter
+    if wanted is None or wanted.model is None:
+        return None
+    found = find_checkpoint(wanted.model, wanted.revision)
+    return DrafterShape.of(found, wanted.num_speculative_tokens)
 
 
 def as_fields(name: str, result: Estimate) -> dict[str, Any]:
@@ -41,6 +50,7 @@ def as_fields(name: str, result: Estimate) -> dict[str, Any]:
         "dtype": result.dtype,
         "num_parameters": result.num_parameters,
         "weight_bytes": result.weights,
+        "drafter_weight_bytes": result.drafter,
         "step_bytes": result.step,
         "block_size": result.block_size,
         "num_blocks": result.num_blocks,
@@ -64,6 +74,8 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         ),
         ("step", f"about {size(result.step)}: activations, logits, and the process itself"),
     ]
+    if result.drafter:
+        facts.append(("drafter", f"{size(result.drafter)} of the weights"))
     if not result.weights_fit:
         return facts
     if not result.has_cache:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.config import EngineConfig
-from toolkit.config.engine import ParallelConfig
+from toolkit.config.engine import LoRAConfig, ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device
 from toolkit.hardware.figures import CPU_CACHE_SHARE, SAMPLING_BYTES
@@ -23,6 +23,7 @@ from toolkit.models.describe import Attention, Decoder, Parameter
 from toolkit.models.model_config import resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
+from toolkit.weights.formats import Packings
 from toolkit.weights.layout import DENSE, Kind, Layout, while_loading
 
 RANK_BLOCK = 16  # ranks of adapters are padded to a multiple of this on a GPU
@@ -49,6 +50,7 @@ class Estimate:
     max_model_len: int
     max_positions: int
     has_cache: bool
+    drafter: int = 0  # bytes of its weights, which `weights` contains
     outside_windows: float
     """Part of the cache of a full-length sequence, in all layers, that no attention reads."""
 
@@ -103,8 +105,31 @@ class Estimate:
         )
 
 
-def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Estimate:
-    """Estimate the memory that a model needs.
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """The model of --speculative-config's drafter."""
+
+    parameters: Sequence[Parameter]
+    attention: Sequence[Attention] | Sequence[KVShape]
+    packings: Packings | None = None
+    is_tied: bool = False
+    most: int = 0  # drafts of a request
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, most: int) -> "DrafterShape":
+        """Return the shape of a complete model."""
+        is_tied = checkpoint.config.tie_word_embeddings
+        parameters, packings = list(checkpoint.parameters), checkpoint.packings
+        return cls(parameters, checkpoint.attention, packings, is_tied, most)
+
+
+def estimate(
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    device: Device,
+    drafter: DrafterShape | None = None,
+) -> Estimate:
+    """Estimate the memory that a model needs, with its drafter.
 
     Raises CheckpointError for an unsupported model or one of unknown size, and ConfigError for
     settings that the model does not support."""
@@ -120,18 +145,29 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
     layout = CacheLayout.of(checkpoint.attention, engine.cache.block_size, ranks)
     layer_bytes = layout.layer_bytes(TYPE_BYTES[cache_type]) if layout else 0
     step = _step_bytes(config, engine, dtype, device)
+    drafter_weights = drafter_block = spare = 0
+    if drafter is not None and layout is not None:
+        plain = dataclasses.replace(engine, lora=LoRAConfig())
+        nbytes = _tensor_bytes(drafter.packings, drafter.is_tied, plain, dtype, device)
+        drafter_weights = sum(map(nbytes, drafter.parameters))
+        own = CacheLayout.of(drafter.attention, engine.cache.block_size, ranks)
+        drafter_block = own.block_bytes(TYPE_BYTES[cache_type]) if own else 0
+        # As `worker.drafters` has them, for the positions of drafts.
+        per_row = -(-drafter.most // engine.cache.block_size)
+        spare = engine.scheduler.max_num_seqs * per_row * drafter_block
+        stages = [(weights + drafter_weights, layers) for weights, layers in stages]
 
     def count_blocks(weights: int, layers: int) -> int:
-        block_bytes = layers * layer_bytes
-        if not block_bytes:
+        if not layers * layer_bytes:
             return 0
-        return _num_blocks(engine, device, weights, step, block_bytes, max_model_len)
+        block_bytes = layers * layer_bytes + drafter_block
+        return _num_blocks(engine, device, weights, step, spare, block_bytes, max_model_len)
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
     weights, layers = min(
         stages, key=lambda stage: (stage[0] + step <= device.free, count_blocks(*stage), -stage[0])
     )
-    num_blocks, block_bytes = count_blocks(weights, layers), layers * layer_bytes
+    num_blocks, block_bytes = count_blocks(weights, layers), layers * layer_bytes + drafter_block
     return Estimate(
         device=device,
         parallel=engine.parallel,
@@ -145,6 +181,7 @@ def estimate(checkpoint: Checkpoint, engine: EngineConfig, device: Device) -> Es
         max_model_len=max_model_len,
         max_positions=checkpoint.max_positions,
         has_cache=block_bytes > 0,
+        drafter=drafter_weights,
         outside_windows=_outside_windows(checkpoint.attention, max_model_len),
     )
 
@@ -162,7 +199,8 @@ def _stages(
 ) -> list[tuple[int, int]]:
     """Return (bytes of one rank's weights without padding, number of layers) of each stage."""
     count, layers = engine.parallel.pipeline_parallel_size, len(checkpoint.attention)
-    nbytes = _tensor_bytes(checkpoint, engine, dtype, device)
+    is_tied = bool(checkpoint.config.tie_word_embeddings)
+    nbytes = _tensor_bytes(checkpoint.packings, is_tied, engine, dtype, device)
     parameters = list(checkpoint.parameters)
     if count == 1:
         return [(sum(map(nbytes, parameters)), layers)]
@@ -173,7 +211,6 @@ def _stages(
             param="pipeline_parallel_size",
         )
     layer_bytes, first, last = dict.fromkeys(range(layers), 0), 0, 0
-    is_tied = checkpoint.config.tie_word_embeddings
     (head,) = (
         nbytes(parameter)
         for parameter in parameters
@@ -200,11 +237,11 @@ def _stages(
 
 
 def _tensor_bytes(
-    checkpoint: Checkpoint, engine: EngineConfig, dtype: str, device: Device
+    packings: Packings | None, is_tied: bool, engine: EngineConfig, dtype: str, device: Device
 ) -> Callable[[Parameter], int]:
     """Return a function for the bytes of one rank's part of a tensor."""
     quantization, num_ranks = engine.model.quantization, engine.parallel.tensor_parallel_size
-    tables = ("head", "embedding") if checkpoint.config.tie_word_embeddings else ("head",)
+    tables = ("head", "embedding") if is_tied else ("head",)
     is_grouped = device.kind == "cuda" and dtype != "float32"
     # Of adapters on a GPU, for each row and column. Ranks that share the model have less.
     slot_bytes = 0
@@ -214,7 +251,7 @@ def _tensor_bytes(
 
     def layout(parameter: Parameter) -> Layout:
         name, columns = parameter.name.removesuffix(".weight"), parameter.shape[-1]
-        packing = checkpoint.packings and checkpoint.packings.find(name)
+        packing = packings and packings.find(name)
         if packing:
             is_usable = packing.layout.kind is not Kind.FP8 or device.kind == "cuda"
             return packing.layout if is_usable else DENSE
@@ -269,6 +306,7 @@ def _num_blocks(
     device: Device,
     weights: int,
     step: int,
+    spare: int,
     block_bytes: int,
     max_model_len: int,
 ) -> int:
@@ -279,8 +317,8 @@ def _num_blocks(
         return int(cache.kv_cache_memory * GIB) // block_bytes
     if device.kind == "cuda":
         used = device.total - device.free
-        left = int(device.total * cache.gpu_memory_utilization) - used - weights - step
+        left = int(device.total * cache.gpu_memory_utilization) - used - weights - step - spare
         return max(0, left) // block_bytes
-    left = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE)
+    left = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE) - spare
     max_useful = engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
-    return min(left // block_bytes, max_useful)
+    return min(max(0, left) // block_bytes, max_useful)

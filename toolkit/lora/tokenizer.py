@@ -1,12 +1,13 @@
-"""The tokenizer that an adapter's folder may hold, which must be that of the base model."""
+"""Tokenizers that adapters and drafters come with, which must have the base model's tokens."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, ConfigError
 from toolkit.sequence import Adapter
 
 logger = logging.getLogger(__name__)
@@ -19,10 +20,10 @@ def require_same_tokenizer(adapter: Adapter, base: Path) -> None:
     """Compare tokenizers. `base`: folder of the base model's.
 
     Raises CheckpointError if the adapter was trained with another one."""
-    own = [name for name in FILES if (Path(adapter.folder) / name).is_file()]
-    compared = [name for name in own if (base / name).is_file()]
+    folder = Path(adapter.folder)
+    own, compared = _tokenizer_files(folder, base)
     for name in compared:
-        if not _is_same(Path(adapter.folder) / name, base / name):
+        if not _is_same(folder / name, base / name, _meaning):
             raise CheckpointError(
                 f"adapter {adapter.name!r} ({adapter.folder}): its {name} is not that of the base "
                 f"model, and requests have the base model's tokens. Remove the file if it does not "
@@ -37,14 +38,41 @@ def require_same_tokenizer(adapter: Adapter, base: Path) -> None:
         )
 
 
-def _is_same(one: Path, other: Path) -> bool:
+def require_same_vocabulary(drafter: Path, base: Path) -> None:
+    """Compare the tokens of two models' tokenizers, given their folders.
+
+    Raises ConfigError if a token has another id in the drafter's."""
+    own, compared = _tokenizer_files(drafter, base)
+    for name in compared:
+        if not _is_same(drafter / name, base / name, _vocabulary):
+            raise ConfigError(
+                f"--speculative-config: the drafter {drafter} has other tokens than {base}: their "
+                f"{name} differ. Use a drafter of the same family.",
+                param="speculative_config",
+            )
+    if not compared:
+        logger.warning(
+            "the tokens of the drafter (%s: %s) cannot be compared with those of %s",
+            drafter,
+            ", ".join(own) or "no tokenizer",
+            base,
+        )
+
+
+def _tokenizer_files(folder: Path, base: Path) -> tuple[list[str], list[str]]:
+    """Return (names of the folder's files, those that `base` has, too)."""
+    own = [name for name in FILES if (folder / name).is_file()]
+    return own, [name for name in own if (base / name).is_file()]
+
+
+def _is_same(one: Path, other: Path, read: Callable[[bytes], Any]) -> bool:
     first, second = one.read_bytes(), other.read_bytes()
     if first == second:
         return True
     if one.suffix != ".json":
         return False
     try:
-        return bool(_meaning(first) == _meaning(second))
+        return bool(read(first) == read(second))
     except msgspec.DecodeError:
         return False
 
@@ -54,3 +82,16 @@ def _meaning(data: bytes) -> Any:
     if isinstance(content, dict):
         return {key: value for key, value in content.items() if key not in _SETTINGS}
     return content
+
+
+def _vocabulary(data: bytes) -> Any:
+    """Return the tokens of a tokenizer.json or vocab.json, with their ids or in their order."""
+    content = msgspec.json.decode(data)
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        return content
+    added = content.get("added_tokens") or []
+    ids = {one.get("content"): one.get("id") for one in added if isinstance(one, dict)}
+    tokens = content["model"].get("vocab")
+    if isinstance(tokens, dict):
+        return tokens | ids  # an added token may be in both
+    return tokens, ids

@@ -56,6 +56,10 @@ class Model(nn.Module, abc.ABC):
         for module in [module for module in self.modules() if isinstance(module, _Packable)]:
             module.pack()
 
+    def attention_layers(self) -> list[Attention]:
+        """Return the layers with a KV cache, in order."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the weights, packed or not."""
@@ -111,10 +115,6 @@ class CausalLM(Model):
     def with_few_layers(self) -> AbstractContextManager[None]:
         """Run as few layers inside the block as launch the kernels of all."""
         return nullcontext()
-
-    def attention_layers(self) -> list[Attention]:
-        """Return the attention layers in order."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
 
 
 @contextmanager

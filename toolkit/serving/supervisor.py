@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from toolkit.api.http.listener import Acceptor
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.engine.adapters import with_local_adapters
 from toolkit.engine.async_llm import find_folders
 from toolkit.engine.cores.core_client import CoreClient, describe_exit, wait_until_ready
 from toolkit.engine.cores.launch import plan_launches
 from toolkit.engine.cores.replica import lost_core_error
 from toolkit.engine.cores.revival import CoreRestarter
+from toolkit.engine.local_files import with_local_files
 from toolkit.engine.messages import ClientGone, EngineOutputs, Failed
 from toolkit.engine.observation import observe_gauges, observe_step
 from toolkit.errors import EngineDeadError, ToolkitError, error_of_kind
@@ -155,7 +155,7 @@ class Supervisor:
         for _ in range(self._config.api_workers):
             await self._spawn()
         self._folders = await find_folders(self._engine.model)
-        engine = await asyncio.to_thread(with_local_adapters, self._engine)
+        engine = await asyncio.to_thread(with_local_files, self._engine)
         log = LogStyle.of(self._config.log_level, self._config.log_format)
         launches = plan_launches(engine, self._folders[0], log)
         self._first_clients = [CoreClient(launch) for launch in launches]

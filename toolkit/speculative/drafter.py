@@ -5,7 +5,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.scheduler import NewRow
+from toolkit.scheduler import NewRow, SchedulerOutput
 
 Drafts = npt.NDArray[np.int32]
 """[n, most]: tokens that may follow, padded with NO_DRAFT."""
@@ -18,5 +18,8 @@ class Drafter(Protocol):
     def place(self, new: NewRow) -> None:
         """Give a row to a request."""
 
+    def observe(self, step: SchedulerOutput) -> None:
+        """Take in a step that the model has computed, and whose tokens are committed."""
+
     def propose(self, rows: npt.NDArray[np.int32]) -> Drafts:
-        """Return drafts for rows that have just got tokens."""
+        """Return drafts for rows that got tokens in the step that was observed last."""

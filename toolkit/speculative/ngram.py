@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.config import Speculation
-from toolkit.scheduler import NewRow
+from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.speculative.drafter import NO_DRAFT, Drafts
 
 Tokens = npt.NDArray[np.int32]
@@ -24,6 +24,9 @@ class NgramDrafter:
         if prediction := new.spec.prediction_token_ids:
             number = new.spec.num_prompt_tokens
             self._predictions[new.row] = np.array(prediction, np.int32), number
+
+    def observe(self, step: SchedulerOutput) -> None:
+        """Do nothing: the tokens are all that it reads."""
 
     def propose(self, rows: npt.NDArray[np.int32]) -> Drafts:
         most = self._config.num_speculative_tokens

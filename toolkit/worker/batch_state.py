@@ -40,6 +40,18 @@ class BatchState:
         """Number of tokens of each row, prompt and output, without drafts."""
         self.adapters = np.zeros(num_rows, np.int32)
         """Slot of each row's LoRA adapter."""
+        self.capacity = np.zeros(num_rows, np.int32)
+        """Number of tokens that each row's blocks hold."""
+        self._spare_blocks: torch.Tensor | None = None
+
+    def set_spare_blocks(self, first: int, per_row: int) -> None:
+        """Give each row `per_row` blocks, from `first` on, for positions past its own blocks.
+
+        A drafter writes there: the scheduler adds blocks for the tokens of the next step only."""
+        num_rows, max_blocks = self.block_table.shape
+        nth = torch.arange(max_blocks) % per_row
+        blocks = first + torch.arange(num_rows)[:, None] * per_row + nth
+        self._spare_blocks = blocks.to(self.device, torch.int32)
 
     def apply(self, step: SchedulerOutput) -> None:
         """Apply a step's new rows, new blocks, and tokens sampled elsewhere."""
@@ -48,6 +60,8 @@ class BatchState:
         if len(step.new_blocks):
             row, index, block = torch.from_numpy(step.new_blocks).to(self.device).unbind(1)
             self.block_table[row, index] = block
+            # Of equal rows, the last counts.
+            self.capacity[step.new_blocks[:, 0]] = (step.new_blocks[:, 1] + 1) * self.block_size
         if len(step.known_tokens):
             row, position, token = step.known_tokens.T
             self.put(row, position, torch.from_numpy(token))
@@ -58,7 +72,10 @@ class BatchState:
     def _place(self, new: NewRow) -> None:
         tokens = torch.tensor(new.token_ids, dtype=torch.int32)
         self.token_ids[new.row, : len(tokens)] = tokens
+        if self._spare_blocks is not None:
+            self.block_table[new.row] = self._spare_blocks[new.row]
         self.block_table[new.row, : len(new.blocks)] = torch.tensor(new.blocks, dtype=torch.int32)
+        self.capacity[new.row] = len(new.blocks) * self.block_size
         self.sampling.set(new.row, new.spec, new.seed)
         self.sampling.load([new.row])
         self.lengths[new.row] = len(tokens)
@@ -66,32 +83,44 @@ class BatchState:
 
     def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:
         """Return a step's token ids [num_tokens] and attention batch."""
-        counts = step.num_tokens.astype(np.int64)
+        token_ids, batch = self.batch(step.rows, step.num_tokens, self.context_lens(step))
+        batch.is_adapted = bool(self.adapters[step.rows].any())
+        return token_ids, batch
+
+    def batch(
+        self,
+        rows: npt.NDArray[np.int32],
+        num_tokens: npt.NDArray[np.int32],
+        context_lens: npt.NDArray[np.int32],
+        ahead: int = 0,
+    ) -> tuple[torch.Tensor, AttentionBatch]:
+        """Return the token ids and the attention batch of the last tokens of some rows' contexts.
+
+        Arrays are parallel. `ahead`: the ids are those of the tokens so many positions later."""
+        counts = num_tokens.astype(np.int64)
         ends = counts.cumsum()
         request = np.repeat(np.arange(len(counts)), counts)
-        context_lens = self.context_lens(step)
         positions = np.arange(int(ends[-1])) - (ends - context_lens)[request]
-        rows = step.rows[request]
+        own = rows[request]
 
         def on_device(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
 
-        blocks = self._take(self.block_table, rows, positions // self.block_size)
+        blocks = self._take(self.block_table, own, positions // self.block_size)
         position = on_device(positions)
         batch = AttentionBatch(
             positions=position,
             slot_mapping=blocks * self.block_size + position % self.block_size,
             query_start_loc=on_device(np.concatenate(([0], ends)).astype(np.int32)),
             seq_lens=on_device(context_lens),
-            rows=on_device(step.rows),
+            rows=on_device(rows),
             block_table=self.block_table,
-            max_query_len=int(step.num_tokens.max()),
+            max_query_len=int(num_tokens.max()),
             max_seq_len=int(context_lens.max()),
-            query_lens=step.num_tokens,
+            query_lens=num_tokens,
             context_lens=context_lens,
-            is_adapted=bool(self.adapters[step.rows].any()),
         )
-        return self._take(self.token_ids, rows, positions), batch
+        return self._take(self.token_ids, own, positions + ahead), batch
 
     def context_lens(self, step: SchedulerOutput) -> npt.NDArray[np.int32]:
         """Return the number of tokens of each request after the step, with its drafts."""

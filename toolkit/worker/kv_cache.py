@@ -9,7 +9,7 @@ import torch
 from toolkit.attention import AttentionBackend
 from toolkit.errors import ConfigError
 from toolkit.models.cache_layout import CacheLayout
-from toolkit.models.model import CausalLM
+from toolkit.models.model import Model
 from toolkit.weights import fp8
 
 SWAP_PIECE = 2**26  # bytes per copy between device and host
@@ -22,7 +22,7 @@ class KVCache:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Model,
         *,
         num_blocks: int,
         num_host_blocks: int,
@@ -39,7 +39,7 @@ class KVCache:
             (shape[0], 2, num_host_blocks, *shape[1:]), stored, torch.device("cpu")
         )
 
-    def bind(self, model: CausalLM, backend: AttentionBackend) -> None:
+    def bind(self, model: Model, backend: AttentionBackend) -> None:
         """Give each attention layer its part."""
         for layer, (keys, values) in zip(model.attention_layers(), self.blocks, strict=True):
             layer.bind(backend, keys.view(self.dtype), values.view(self.dtype))
@@ -91,7 +91,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     )
 
 
-def cache_layout(model: CausalLM, block_size: int) -> CacheLayout:
+def cache_layout(model: Model, block_size: int) -> CacheLayout:
     """Return the layout of this rank's part of a model's cache."""
     layers = model.attention_layers()
     shape = layers[0].shape

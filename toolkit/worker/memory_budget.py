@@ -11,14 +11,16 @@ from toolkit.errors import OutOfMemoryError
 from toolkit.hardware.memory import available, other_programs
 
 
-def require_weights_fit(size: int, device: torch.device, dtype: torch.dtype) -> None:
+def require_weights_fit(
+    size: int, device: torch.device, dtype: torch.dtype, whose: str = "The model's weights"
+) -> None:
     """Raise OutOfMemoryError if weights of `size` bytes exceed the free memory."""
     free = available(device)
     if size > free:
         half = " --dtype bfloat16 halves that." if dtype == torch.float32 else ""
         share = " for each engine" if device.type == "cpu" and MEMORY_VARIABLE in os.environ else ""
         raise OutOfMemoryError(
-            f"The model's weights take {units.size(size)} in "
+            f"{whose} take {units.size(size)} in "
             f"{str(dtype).removeprefix('torch.')}, and {units.size(free)} of {device.type} memory "
             f"are free{share}.{half}{other_programs(device)}"
         )

@@ -5,7 +5,7 @@ and CUDA graphs."""
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from toolkit.scheduler.output import IntArray
-from toolkit.speculative.drafter import Drafter
+from toolkit.speculative.drafter import Drafter, Drafts
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.kv_cache import KVCache
@@ -94,6 +94,8 @@ class ModelRunner:
         self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState
     ) -> None:
         self.model, self.backend, self.cache, self.state = model, backend, cache, state
+        self.caches = [cache]
+        """The model's, and that of a drafter. They have the same block numbers."""
         self.device = state.device
         kernels_compute = backend.name == "cpu" and kernels_support(cache.blocks[0, 0])
         self._uses_one_torch_thread = kernels_compute and is_own_process()
@@ -103,8 +105,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         """Launch a step, after its cache copies."""
-        self.cache.copy_out(step.swap_out)
-        self.cache.copy_in(step.swap_in)
+        for cache in self.caches:
+            cache.copy_out(step.swap_out)
+            cache.copy_in(step.swap_in)
         if self.adapters is not None:
             for slot, key in step.adapters:
                 self.adapters.place(slot, key)
@@ -171,9 +174,12 @@ class ModelRunner:
             shape = len(token_ids), self.model.hidden_size
             empty = torch.empty(shape, dtype=self.model.dtype, device=self.device)
             hidden = self.model.stage.receive(empty)
-        with _single_threaded_torch() if self._uses_one_torch_thread else nullcontext():
+        with self._computing():
             computed: torch.Tensor = self.model(token_ids, batch, hidden)
         return computed
+
+    def _computing(self) -> AbstractContextManager[None]:
+        return _single_threaded_torch() if self._uses_one_torch_thread else nullcontext()
 
     def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
         """Return (hidden states [num_tokens, hidden] if needed, the sampling function).
@@ -196,6 +202,7 @@ class ModelRunner:
     ) -> Sampled:
         """Sample. `hidden`: of the tokens before the points."""
         if not len(points):
+            self._draft(step, points)
             return Sampled(torch.empty(0, dtype=torch.int64), points.which)
         rows, positions, state = points.rows, points.positions, self.state
         self._set_head_adapters(rows)
@@ -209,11 +216,26 @@ class ModelRunner:
             tokens, raw, rows = tokens[kept], raw[kept], rows[kept]
         logprobs = gather_logprobs(raw, tokens, k) if k >= 0 else None
         failures = state.sampling.processors.take_failures(rows)
-        drafts = None
-        if self.drafter is not None:
-            drafts = self.drafter.propose(points.rows[points.firsts])
-            state.put_drafts(points.rows[points.firsts], drafts)
+        drafts = self._draft(step, points)
         return Sampled(tokens, np.arange(len(kept)), logprobs, failures, counts, drafts)
+
+    def _draft(self, step: SchedulerOutput, points: SamplePoints) -> Drafts | None:
+        """Return drafts for the step's sampling requests, whose tokens are committed.
+
+        None without a drafter."""
+        if self.drafter is None:
+            return None
+        if self.adapters is not None and isinstance(self.adapters.active, Active):
+            # A drafter may share tables of the model, but has no adapters.
+            nothing = np.empty(0, np.int32)
+            self.adapters.active.set(nothing, nothing)
+            self.adapters.head_active.set(nothing, nothing)
+        rows = points.rows[points.firsts]
+        with self._computing():
+            self.drafter.observe(step)
+            drafts = self.drafter.propose(rows)
+        self.state.put_drafts(rows, drafts)
+        return drafts
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, hidden: torch.Tensor

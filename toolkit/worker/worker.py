@@ -16,7 +16,7 @@ import torch
 
 from toolkit import units
 from toolkit.attention import choose_backend
-from toolkit.config import EngineConfig
+from toolkit.config import EngineConfig, Speculation
 from toolkit.distributed import SINGLE, SINGLE_STAGE, Group, Stage, connect, parallel, split_stages
 from toolkit.distributed.symmetric import choose_algorithms, open_peer_memory
 from toolkit.errors import ConfigError
@@ -38,10 +38,11 @@ from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, load_processors
 from toolkit.scheduler import SchedulerOutput
+from toolkit.speculative.model_drafter import ModelDrafter
 from toolkit.speculative.ngram import NgramDrafter
 from toolkit.weights.loader import find_weights
 from toolkit.weights.quantization import require
-from toolkit.worker import memory_budget
+from toolkit.worker import drafters, memory_budget
 from toolkit.worker.adapter_reading import AdapterReader, max_lora_rank
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.cuda_runner import CudaRunner
@@ -72,6 +73,7 @@ class Worker:
     _loading: Loading | None = None
     _adapters: Adapters | None = None
     _reader: AdapterReader | None = None
+    _drafter_model: drafters.Loaded | None = None
 
     def __init__(
         self,
@@ -129,8 +131,16 @@ class Worker:
             dtype = choose_dtype(self.config.model.dtype, model_config, device)
             max_model_len = self._max_model_len(model_config)
             require(self.config.model.quantization, device, dtype)
+            target = drafters.Target(self.folder, model_config, dtype, device, max_model_len)
+            speculation = drafters.check(self.config, target)
+            loader = drafters.find_loader(self.config, speculation, target, self.group)
         start = time.perf_counter()
-        model = self._load(model_config, device, dtype, max_model_len)
+        model = self._load(
+            model_config, device, dtype, max_model_len, 0 if loader is None else loader.nbytes
+        )
+        if loader is not None:
+            self._drafter_model = loader.load(model)
+            self._weight_bytes += self._drafter_model.model.nbytes
         before = time.perf_counter() - start
         if self._loading is None:
             phases.report("weights", before)
@@ -157,7 +167,8 @@ class Worker:
                 self._reader = AdapterReader(self._adapters, self.config, self.folder)
                 self.info.adapters = self._reader.read_modules()
         self._add_pooling(model, model_config, device)
-        self._add_drafter(device)
+        if speculation is not None:
+            self._add_drafter(speculation, model)
         if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
             with (
@@ -279,23 +290,42 @@ class Worker:
             self.runner.pooling, self.info.pooling = found
             self.info.generates = has_head(model_config) and not has_pooling(self.folder)
 
-    def _add_drafter(self, device: torch.device) -> None:
-        """Have steps verify drafts, if --speculative-config asks for it."""
-        wanted = self.config.speculation.drafter
-        if wanted is None:
-            return
-        if device.type != "cpu":
-            raise ConfigError(
-                "--speculative-config: speculative decoding runs on CPUs only so far.",
-                param="speculative_config",
-            )
-        state = self.runner.state
+    def _add_drafter(self, speculation: Speculation, model: CausalLM) -> None:
+        """Have steps verify drafts."""
+        state, loaded = self.runner.state, self._drafter_model
         warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
-        self.info.most_drafts = wanted.num_speculative_tokens
+        self.info.most_drafts = speculation.num_speculative_tokens
         self.info.step_seconds = warm_up.step_seconds()
-        self.info.reads_predictions = wanted.method == "ngram"
-        if self.stage.is_last:
-            self.runner.drafter = NgramDrafter(wanted, state.token_ids.numpy(), state.lengths)
+        if loaded is None:
+            self.info.reads_predictions = True
+            if self.stage.is_last:
+                self.runner.drafter = NgramDrafter(
+                    speculation, state.token_ids.numpy(), state.lengths
+                )
+            return
+        block_size, num_blocks = state.block_size, self.info.num_blocks
+        spare = loaded.spare_blocks(block_size)
+        cache = KVCache(
+            loaded.model,
+            num_blocks=num_blocks + spare * len(state.lengths),
+            num_host_blocks=self.info.num_host_blocks,
+            block_size=block_size,
+            dtype=self.runner.cache.dtype,
+            device=state.device,
+        )
+        backend, _ = choose_backend(
+            self.config.device.attention_backend,
+            state.device,
+            loaded.model.dtype,
+            loaded.model.attention_layers()[0].shape.head_size,
+            block_size,
+            fp8_cache=cache.dtype == torch.float8_e4m3fn,
+        )
+        cache.bind(loaded.model, backend)
+        state.set_spare_blocks(num_blocks, spare)
+        self.runner.caches.append(cache)
+        limit = min(loaded.limit, self.info.max_model_len)
+        self.runner.drafter = ModelDrafter(loaded.network, state, loaded.most, limit)
 
     def _budget(self, device: torch.device) -> int:
         """Return the token budget of one step."""
@@ -324,8 +354,11 @@ class Worker:
         device: torch.device,
         dtype: torch.dtype,
         max_model_len: int,
+        drafter_bytes: int,
     ) -> Model:
-        """Return the model. On a GPU its weights may still be loading."""
+        """Return the model. On a GPU its weights may still be loading.
+
+        `drafter_bytes`: weights of a drafter's model, which is loaded afterwards."""
 
         target = device
 
@@ -356,14 +389,15 @@ class Worker:
                 build(torch.device("meta"), 1, SINGLE_STAGE, SINGLE)
             )
         self._weight_bytes = sketch.nbytes
-        together = self._weight_bytes
+        together = self._weight_bytes + drafter_bytes
         if device.type == "cpu":  # ranks on one machine share its memory
             together = (
                 together * self._num_local_ranks
                 if self._num_local_ranks
                 else self.world.total(together)
             )
-        memory_budget.require_weights_fit(together, device, dtype)
+        both = ("The weights of the model and its drafter",) if drafter_bytes else ()
+        memory_budget.require_weights_fit(together, device, dtype, *both)
         with self._room_for_weights(device):
             model = build(device, max_model_len)
         everything = (
@@ -451,7 +485,10 @@ class Worker:
             fp8_cache=cache_dtype == torch.float8_e4m3fn,
         )
         logger.info("attention backend %s (%s)", backend.name, why)
-        per_block = cache_layout(model, block_size).block_bytes(cache_dtype.itemsize)
+        models = [model, *([self._drafter_model.model] if self._drafter_model else ())]
+        per_block = sum(
+            cache_layout(one, block_size).block_bytes(cache_dtype.itemsize) for one in models
+        )
         budget = self._budget(device)
         num_rows, kernels = config.scheduler.max_num_seqs, kernels_for(device)
 
@@ -504,6 +541,10 @@ class Worker:
             taken = self.world.total(self._weight_bytes) if device.type == "cpu" else 0
             sharing = self._num_local_ranks or self.config.parallel.world_size
             room = int(memory.available(device, taken) * CPU_CACHE_SHARE / sharing)
+            if self._drafter_model is not None:
+                drafter = cache_layout(self._drafter_model.model, block_size)
+                spare = num_rows * self._drafter_model.spare_blocks(block_size)
+                room -= spare * drafter.block_bytes(cache_dtype.itemsize)
         num_blocks, num_host_blocks = memory_budget.cache_blocks(
             config.cache,
             room=max(0, room),

@@ -1,0 +1,23 @@
+"""Files that an engine's processes read besides the model: adapters and the drafter."""
+
+import dataclasses
+
+from toolkit.config import EngineConfig, SpeculationConfig
+from toolkit.engine.adapters import with_local_adapters
+from toolkit.errors import ToolkitError
+from toolkit.hub import locate
+
+
+def with_local_files(config: EngineConfig) -> EngineConfig:
+    """Return the settings of an engine's processes: names on the hub are replaced by folders.
+
+    Downloads what is missing. Raises ToolkitError."""
+    config, wanted = with_local_adapters(config), config.speculation.drafter
+    if wanted is None or wanted.model is None:
+        return config
+    try:
+        folder = str(locate(wanted.model, wanted.revision).absolute())
+    except ToolkitError as error:
+        raise type(error)(f"the drafter of --speculative-config: {error.message}") from None
+    given = dict(config.speculation.speculative_config or {}) | {"model": folder}
+    return dataclasses.replace(config, speculation=SpeculationConfig(speculative_config=given))
