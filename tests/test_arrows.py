@@ -56,7 +56,7 @@ ARROWS = {
     "models": {"attention", "distributed", "gguf", "kernels", "layers", "weights"},
     "lora": {"distributed", "kernels", "layers", "weights"},
     "pooling": {"models", "scheduler", "weights"},
-    "speculative": {"attention", "models", "sampling", "scheduler"},
+    "speculative": {"attention", "layers", "models", "sampling", "scheduler", "weights"},
     "worker": {
         "attention",
         "distributed",

@@ -4,6 +4,7 @@ from typing import Any
 
 from toolkit.config import EngineConfig
 from toolkit.hardware.devices import find_device
+from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.console import print_facts, print_json, print_note
 from toolkit.inventory.estimate import DrafterShape, Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
@@ -17,7 +18,7 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     found = find_checkpoint(engine.model.model, engine.model.revision)
     checkpoint = found.with_overrides(engine.model.overrides)
     device = find_device(engine.device.device, engine.parallel.num_local_devices)
-    result = estimate(checkpoint, engine, device, _drafter(engine))
+    result = estimate(checkpoint, engine, device, drafter_of(checkpoint, engine))
     if as_json:
         print_json(as_fields(checkpoint.name, result))
     else:
@@ -26,13 +27,16 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     return 0 if result.fits else 1
 
 
-def _drafter(engine: EngineConfig) -> DrafterShape | None:
+def drafter_of(checkpoint: Checkpoint, engine: EngineConfig) -> DrafterShape | None:
     """Describe the drafter's model. Raises ToolkitError if it is missing or unsupported."""
     wanted = engine.speculation.drafter
     if wanted is None or wanted.model is None:
         return None
-    found = find_checkpoint(wanted.model, wanted.revision)
-    return DrafterShape.of(found, wanted.num_speculative_tokens)
+    found, most = find_checkpoint(wanted.model, wanted.revision), wanted.num_speculative_tokens
+    if wanted.method == "draft_model":
+        return DrafterShape.of(found, most)
+    num_layers, is_third = len(checkpoint.attention), wanted.method == "eagle3"
+    return DrafterShape.of_eagle(found, most, num_layers, is_third=is_third)
 
 
 def as_fields(name: str, result: Estimate) -> dict[str, Any]:

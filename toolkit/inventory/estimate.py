@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 from toolkit.config import EngineConfig
 from toolkit.config.engine import LoRAConfig, ParallelConfig
@@ -20,6 +20,7 @@ from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
 from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.cache_layout import CacheLayout, KVShape
 from toolkit.models.describe import Attention, Decoder, Parameter
+from toolkit.models.eagle import EAGLE3_TENSORS, EAGLE_TENSORS, describe_eagle
 from toolkit.models.model_config import resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
@@ -116,11 +117,43 @@ class DrafterShape:
     most: int = 0  # drafts of a request
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, most: int) -> "DrafterShape":
+    def of(cls, checkpoint: Checkpoint, most: int) -> Self:
         """Return the shape of a complete model."""
         is_tied = checkpoint.config.tie_word_embeddings
         parameters, packings = list(checkpoint.parameters), checkpoint.packings
         return cls(parameters, checkpoint.attention, packings, is_tied, most)
+
+    @classmethod
+    def of_eagle(
+        cls, checkpoint: Checkpoint, most: int, num_layers: int, *, is_third: bool
+    ) -> Self:
+        """Return the shape of an EAGLE drafter of a model with so many layers."""
+        usual = EAGLE3_TENSORS if is_third else EAGLE_TENSORS
+        names = {tensor.name for tensor in checkpoint.tensors} or usual
+        try:
+            described = describe_eagle(checkpoint.raw, names, num_layers, is_third=is_third)
+        except ValueError as error:
+            raise ConfigError(
+                f"--speculative-config: {checkpoint.name} cannot be used: {error}.",
+                param="speculative_config",
+            ) from None
+        kinds: dict[str, Literal["head", "embedding"]] = {
+            "lm_head.weight": "head",
+            "embed_tokens.weight": "embedding",
+        }
+        parameters = [
+            Parameter(
+                one.name,
+                one.shape,
+                kinds.get(one.name, "linear" if len(one.shape) > 1 else "vector"),
+            )
+            for one in checkpoint.tensors
+            if one.name not in ("d2t", "t2d") and (is_third or one.name not in kinds)
+        ]
+        if not parameters:  # pickled files do not say what they have
+            stored = TYPE_BYTES.get(str(checkpoint.stored_type), 4)
+            parameters = [Parameter("", (checkpoint.size // stored,), "vector")]
+        return cls(parameters, described.attention, checkpoint.packings, most=most)
 
 
 def estimate(

@@ -68,10 +68,31 @@ class Step(nn.Module):
         )
 
 
+class Taps:
+    """Hidden states that a drafter reads, of all tokens of the model's last step."""
+
+    def __init__(self, layers: Sequence[int], *, output: bool) -> None:
+        """`layers`: the residual stream before them; `output`: the last hidden states after it."""
+        self.layers, self.output = tuple(layers), output
+        self._found: dict[int | None, torch.Tensor] = {}
+
+    def put(self, layer: int | None, hidden: torch.Tensor) -> None:
+        """Keep a copy of the residual stream before a layer, or of the output (None)."""
+        self._found[layer] = hidden.clone()
+
+    def take(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [n, hidden of all] of some tokens of the step."""
+        wanted = [*self.layers, *([None] * self.output)]
+        return torch.cat([self._found[layer][tokens] for layer in wanted], dim=1)
+
+
 class Decoder(CausalLM):
     """A decoder. Layers are lists of steps."""
 
     embed: VocabularyEmbedding  # on the first stage; if tied, also on the last
+    taps: Taps | None = None
+    """Set if a drafter reads hidden states. Steps are not recorded then: those that verify drafts
+    never are, since they have several tokens of a request."""
 
     def __init__(self, description: describe.Decoder, max_model_len: int) -> None:
         vocab, hidden = description.vocab_size, description.hidden_size
@@ -109,6 +130,8 @@ class Decoder(CausalLM):
     ) -> torch.Tensor:
         batch.rope = self.rope.take(batch.positions)
         x = self._embed(token_ids, batch) if hidden is None else hidden
+        if self.taps is not None:
+            return self._run_tapped(x, batch, self.taps)
         if self._replay is None:
             return self._run_layers(x, batch)
         return self._replay(self._run_layers, x, batch)
@@ -138,6 +161,23 @@ class Decoder(CausalLM):
         (out,) = stream.read(self.last)
         assert isinstance(out, torch.Tensor)
         return out
+
+    def _run_tapped(self, x: torch.Tensor, batch: AttentionBatch, taps: Taps) -> torch.Tensor:
+        """Run all layers, and keep the hidden states that a drafter reads."""
+        layers, wanted = self._layers(), batch.wanted
+        stream = Stream(x, sum(map(len, layers)) + 1)
+        keeps_all = taps.output or len(layers) - 1 in taps.layers
+        for index, layer in enumerate(layers):
+            is_last = index == len(layers) - 1 and not keeps_all
+            for nth, step in enumerate(layer):
+                step(stream, batch, wanted if is_last and step.attends else None)
+                if nth == 0 and index in taps.layers:  # it has read what the layer begins with
+                    taps.put(index, stream.residual)
+        (out,) = stream.read(self.last)
+        assert isinstance(out, torch.Tensor)
+        if taps.output:
+            taps.put(None, out)
+        return out if wanted is None or not keeps_all else out[wanted]
 
     def _layers(self) -> list[Sequence[Step]]:
         return self._few_layers or list(self.layers)  # type: ignore[arg-type]  # a ModuleList

@@ -34,16 +34,23 @@ class AttentionMix(Mix):
     """Attention. Queries, keys and values are one product."""
 
     def __init__(
-        self, attention: describe.Attention, hidden: int, rope: int | None, q_rope: int | None
+        self,
+        attention: describe.Attention,
+        hidden: int,
+        rope: int | None,
+        q_rope: int | None,
+        num_inputs: int = 1,
     ) -> None:
-        """`rope`, `q_rope`: indices into a batch's rotations, see `HeadTransform`."""
+        """`rope`, `q_rope`: indices into a batch's rotations, see `HeadTransform`.
+
+        `num_inputs`: hidden states that are one input, one after the other."""
         super().__init__()
         size = attention.head_size
         self.heads = even_shard(attention.num_heads, "attention heads")
         self.kv_heads = kv_head_shard(attention.num_kv_heads)
         shards = [part.times(size) for part in (self.heads, self.kv_heads, self.kv_heads)]
         sources = attention.q, attention.k, attention.v
-        self.input = MergedLinear(hidden, shards, sources, bias=attention.bias)
+        self.input = MergedLinear(num_inputs * hidden, shards, sources, bias=attention.bias)
         self.norm = None if attention.norm is None else QKNorm(attention, self.heads, self.kv_heads)
         self.attn = Attention(
             AttentionShape(

@@ -195,6 +195,14 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
     return [tensor for file in files for tensor in read_header(file)]
 
 
+def tensor_names(folder: Path, load_format: str) -> set[str]:
+    """Return the names of a checkpoint's tensors. Raises CheckpointError if it has no weights."""
+    if stored := stored_tensors(folder):
+        return {tensor.name for tensor in stored}
+    files = _pickled_files(folder, load_format)
+    return {name for file in files for name in _read_pickled(file)}
+
+
 def _weight_files(folder: Path, stem: str, suffix: str) -> list[Path]:
     """Return a checkpoint's files: those in its index, else `stem.suffix`, else all of the kind."""
     single = folder / f"{stem}.{suffix}"

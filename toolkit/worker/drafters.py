@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -15,13 +16,18 @@ from toolkit.lora.tokenizer import require_same_vocabulary
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
+from toolkit.models.describe import Decoder as Described
 from toolkit.models.describe import Encoder
+from toolkit.models.eagle import EAGLE3_TENSORS, EAGLE_TENSORS, Eagle3, describe_eagle
 from toolkit.models.model import CausalLM, Model
 from toolkit.models.model_config import ArchitectureConfig
+from toolkit.models.overrides import read_config
 from toolkit.models.registry import describe, has_head
 from toolkit.speculative.draft_model import DraftModel
+from toolkit.speculative.eagle import EagleModel, EagleNetwork, build_eagle, taps_of
 from toolkit.speculative.model_drafter import Network
-from toolkit.weights.loader import find_weights
+from toolkit.weights.formats import read_packings
+from toolkit.weights.loader import find_weights, stored_tensors, tensor_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +75,21 @@ def check(config: EngineConfig, target: Target) -> Speculation | None:
 
 def find_loader(
     config: EngineConfig, wanted: Speculation | None, target: Target, group: Group
-) -> DraftModelLoader | None:
+) -> Loader | None:
     """Return the loader of the drafter's model, None if it has none. Raises ToolkitError."""
     if wanted is None or wanted.model is None:
         return None
-    return DraftModelLoader(config, wanted, target, group)
+    kind = DraftModelLoader if wanted.method == "draft_model" else EagleLoader
+    return kind(config, wanted, target, group)
+
+
+class Loader(Protocol):
+    """Loads the model of a drafter."""
+
+    nbytes: int  # of its weights
+
+    def load(self, target: Model) -> Loaded:
+        """Build it, with its weights, for a model that has its own."""
 
 
 class DraftModelLoader:
@@ -108,7 +124,6 @@ class DraftModelLoader:
         self.nbytes = self._build(torch.device("meta"), 1).nbytes
 
     def load(self, target: Model) -> Loaded:
-        """Build it, with its weights."""
         model, given = self._build(self._target.device, self._limit), self._config.model
         assert isinstance(model, CausalLM)
         find_weights(model, self.folder, given.load_format, given.seed)(threading.Event())
@@ -129,6 +144,77 @@ class DraftModelLoader:
                 max_model_len=max_model_len,
                 quantization=None if self._model_config.packings else quantization,
                 target=self._target.device,
+            )
+
+
+class EagleLoader:
+    """Loads the network of EAGLE or EAGLE-3."""
+
+    def __init__(
+        self, config: EngineConfig, wanted: Speculation, target: Target, group: Group
+    ) -> None:
+        """Read its configuration. Raises ToolkitError."""
+        assert wanted.model is not None
+        self._config, self._target, self._group = config, target, group
+        self._most, self.folder = wanted.num_speculative_tokens, Path(wanted.model)
+        described = describe(target.config)
+        if not isinstance(described, Described):
+            raise _error(
+                f"the method {wanted.method} reads hidden states, which tk does not have of "
+                f"{target.config.architectures[0]}: Transformers computes it"
+            )
+        raw = read_config(self.folder)
+        load_format = config.model.load_format
+        names = EAGLE3_TENSORS if wanted.method == "eagle3" else EAGLE_TENSORS
+        if load_format != "dummy":
+            names = frozenset(tensor_names(self.folder, load_format))
+        try:
+            self._described = describe_eagle(
+                raw, names, len(described.layers), is_third=wanted.method == "eagle3"
+            )
+            stored = stored_tensors(self.folder) if load_format != "dummy" else []
+            self._packings = read_packings(raw, {one.name: one for one in stored})
+        except ValueError as error:
+            raise _error(f"{self.folder} cannot be used: {error}") from None
+        self._hidden_size = described.hidden_size
+        self._require_fit(described)
+        self.nbytes = self._build(torch.device("meta"), 1).nbytes
+
+    def load(self, target: Model) -> Loaded:
+        assert isinstance(target, Decoder)
+        given, limit = self._config.model, self._target.max_model_len
+        model = self._build(self._target.device, limit)
+        find_weights(model, self.folder, given.load_format, given.seed)(threading.Event())
+        model.pack_weights()
+        network = EagleNetwork(model, target, taps_of(self._described))
+        return Loaded(model, network, self._most, limit)
+
+    def _require_fit(self, target: Described) -> None:
+        """Raise ConfigError if it cannot have been made for the model."""
+        own, name = self._described, self._target.config.architectures[0]
+        shares = not (isinstance(own, Eagle3) and own.has_embedding)
+        if shares and own.hidden_size != target.hidden_size:
+            raise _error(
+                f"{self.folder} has hidden size {own.hidden_size}, and {self._target.folder} "
+                f"({name}) {target.hidden_size}. Use a drafter that was trained for this model"
+            )
+        if not shares and own.vocab_size < target.vocab_size:
+            raise _error(
+                f"{self.folder} has embeddings of {own.vocab_size} tokens, and "
+                f"{self._target.folder} ({name}) {target.vocab_size} tokens"
+            )
+
+    def _build(self, device: torch.device, max_model_len: int) -> EagleModel:
+        quantization = self._config.model.quantization
+        with parallel(self._group):
+            return build_eagle(
+                self._described,
+                self._hidden_size,
+                device=device,
+                dtype=self._target.dtype,
+                max_model_len=max_model_len,
+                quantization=None if self._packings else quantization,
+                packings=self._packings,
             )
 
 
