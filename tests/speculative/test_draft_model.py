@@ -116,6 +116,9 @@ def test_drafts_survive_chunks_and_preemption(
         assert answers(drafting, prompts, **GREEDY) == expected
     if drafts_well:
         assert log.acceptance_rate == 1.0
+    num_placed = sum(len(step.new_rows) for step, _ in log.steps)
+    assert (num_placed > len(prompts)) == ("num_gpu_blocks_override" in settings)
+    assert any(step.swap_in for step, _ in log.steps) == ("swap_space" in settings)
     with logged_steps(drafting) as log:  # prefixes are in the cache
         assert answers(drafting, prompts, **GREEDY) == expected
     if drafts_well:
@@ -167,7 +170,9 @@ def test_ranks_share_the_drafter(target_folder: Path):
     prompts = random_prompts(2)
     expected = answers(drafting_engine(target_folder, None), prompts, **GREEDY)
     llm = drafting_engine(target_folder, target_folder, tensor_parallel_size=2)
-    assert answers(llm, prompts, **GREEDY) == expected
+    with logged_steps(llm) as log:
+        assert answers(llm, prompts, **GREEDY) == expected
+    assert log.acceptance_rate == 1.0
     llm.shutdown()
 
 

@@ -352,7 +352,6 @@ def test_drafts_survive_preemption(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tensor_parallel_size": 2},
         {"quantization": "int8"},
         {"kv_cache_dtype": "fp8"},
         {"attention_backend": "torch"},
@@ -368,6 +367,21 @@ def test_drafters_combine(method: str, settings: dict, tmp_path: Path, eagle_tar
         found.append(answers(llm, random_prompts(2), **PARAMS))
         llm.shutdown()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_ranks_share_the_network(
+    method: str, tmp_path: Path, eagle_target: torch.nn.Module, eagle_target_folder: Path
+):
+    _, write_drafter, make_reference = CASES[method]
+    llm = drafting_engine(
+        eagle_target_folder, write_drafter(tmp_path), method, MOST, tensor_parallel_size=2
+    )
+    with logged_steps(llm) as log:
+        found = answers(llm, random_prompts(2), **PARAMS)
+    llm.shutdown()
+    assert require_reference_drafts(log, make_reference(eagle_target)) > 20
+    assert found == answers(drafting_engine(eagle_target_folder, None), random_prompts(2), **PARAMS)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "eagle"])

@@ -79,7 +79,7 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         ("step", f"about {size(result.step)}: activations, logits, and the process itself"),
     ]
     if result.drafter:
-        facts.append(("drafter", f"{size(result.drafter)} of the weights"))
+        facts.insert(2, ("drafter", f"{size(result.drafter)} of the weights"))
     if not result.weights_fit:
         return facts
     if not result.has_cache:

@@ -41,7 +41,10 @@ class Network(Protocol):
     """The model of a drafter."""
 
     ahead: int
-    """0: position p is computed from token p. 1: from token p + 1 and the model's state at p."""
+    """0: position p is computed from token p. 1: from token p + 1 and the model's state at p.
+
+    With 1, the last position of a cached block depends on the token after the block, which may be
+    that of another request. This costs a little acceptance, and no token is wrong."""
     keeps_drafts: bool
     """True if what it computed for a draft stays valid once the draft is accepted."""
     hidden_size: int  # of the input of `logits`
