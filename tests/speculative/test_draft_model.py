@@ -205,6 +205,24 @@ def test_adapters_do_not_change_the_drafter(target_folder: Path, tmp_path: Path)
     assert of_adapter[0] == of_adapter[1]
 
 
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_logits_processors_see_each_position_once(target_folder: Path, method: str):
+    """Their requests get no drafts; others in the batch do."""
+    processors = {"logits_processors": ["tests.inside.plugged:Unseen"]}
+    given = {"method": method} | ({"model": str(target_folder)} if method != "ngram" else {})
+    plain = drafting_engine(target_folder, None, **processors)
+    llm = drafting_engine(target_folder, None, speculative_config=given, **processors)
+    params = [SamplingParams(**GREEDY, extra_args={"unseen": True}), SamplingParams(**GREEDY)]
+    prompts = [{"prompt_token_ids": [1, 2, 3] * 8}] * 2
+    with logged_steps(llm) as log:
+        found, expected = (
+            [list(one.outputs[0].token_ids) for one in engine.generate(prompts, params)]
+            for engine in (llm, plain)
+        )
+    assert found == expected
+    assert log.num_drafts
+
+
 def test_dry_run_counts_the_drafter(target_folder: Path, other_folder: Path):
     given = {"method": "draft_model", "model": str(other_folder), "num_speculative_tokens": 3}
     for settings in ({}, {"kv_cache_memory": 0.01}, {"max_num_seqs": 200}):

@@ -24,7 +24,7 @@ from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from toolkit.scheduler.output import IntArray
-from toolkit.speculative.drafter import Drafter, Drafts
+from toolkit.speculative.drafter import NO_DRAFT, Drafter, Drafts
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.kv_cache import KVCache
@@ -231,9 +231,13 @@ class ModelRunner:
             self.adapters.active.set(nothing, nothing)
             self.adapters.head_active.set(nothing, nothing)
         rows = points.rows[points.firsts]
+        # A logits processor may count on seeing each position once, in order.
+        wanting = ~self.state.sampling.processors.asked[rows]
         with self._computing():
             self.drafter.observe(step)
-            drafts = self.drafter.propose(rows)
+            found = self.drafter.propose(rows[wanting])
+        drafts = np.full((len(rows), found.shape[1]), NO_DRAFT, np.int32)
+        drafts[wanting] = found
         self.state.put_drafts(rows, drafts)
         return drafts
 
