@@ -407,14 +407,14 @@ def _shift_right(x: Tensor, count: int) -> Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (tokens `[n, 1 + k]`, log-probabilities, ranks): given tokens, then the likeliest.
-
-    ranks `[n]`: of the given tokens."""
+def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Tensor:
+    """Return records int32 `[n, 3 + 2k]` (`toolkit.sampling.logprobs`) of the given tokens."""
     values = logits.double().log_softmax(-1)
     tokens = torch.cat((token_ids.clamp(min=0)[:, None], logits.topk(k, dim=-1).indices), dim=-1)
     rank = (logits > logits.gather(1, tokens[:, :1])).sum(-1) + 1
-    return tokens, values.gather(1, tokens).float(), rank
+    bits = values.gather(1, tokens).float().view(torch.int32)
+    pairs = torch.stack((tokens.int(), bits), dim=-1).flatten(1)
+    return torch.cat((rank[:, None].int(), pairs), dim=-1)
 
 
 def penalize(

@@ -1,4 +1,9 @@
-"""Log-probabilities of chosen and likeliest tokens, without an fp32 array of all of them."""
+"""Log-probabilities of chosen and likeliest tokens, as packed records.
+
+One pass over the logits reduces blocks of WIDTH tokens. Then one program per row finds the
+likeliest tokens one by one: it takes the greatest of the blocks' maxima, and reads that block again
+for its next one. Their number is known when the kernel runs, so that no other number compiles
+another."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -10,120 +15,157 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sampling import LOG2_E, check_shape, power_of_two
+from .sampling import (
+    BLOCKS,
+    LOG2_E,
+    WIDTH,
+    _from_key,
+    _readable,
+    _to_key,
+    check_shape,
+    power_of_two,
+)
 
-CHUNK = 4096  # tokens per program of the pass over the vocabulary
+LAST_TOKEN = tl.constexpr(0x7FFFFFFF)
+NO_KEY = tl.constexpr(-(1 << 63))
 
 
-def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (tokens int32 `[n, 1 + k]`, log-probabilities fp32 `[n, 1 + k]`, ranks int32 `[n]`).
+def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Tensor:
+    """Return records int32 `[n, 3 + 2 min(k, vocab)]` (`toolkit.sampling.logprobs`).
 
-    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; token_ids: `[n]`, the first
-    tokens (0 if negative). The k likeliest follow. All values come from one formula in one kernel,
-    so a token's value is bitwise the same in both places. A rank is one more than the number of
-    likelier tokens.
+    logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; token_ids: int32 `[n]`, the
+    chosen tokens (0 if negative). Of equally likely tokens the first comes first. All values come
+    from one formula in one kernel, so a token's value is bitwise the same in both places.
 
     Raises ValueError for logits whose last dimension is strided."""
     n, vocab = check_shape(logits)
     k = min(k, vocab)
-    tokens = torch.empty(n, 1 + k, dtype=torch.int32, device=logits.device)
-    values = torch.empty(n, 1 + k, dtype=torch.float32, device=logits.device)
-    rank = torch.empty(n, dtype=torch.int32, device=logits.device)
+    records = torch.empty(n, 3 + 2 * k, dtype=torch.int32, device=logits.device)
     if n == 0:
-        return tokens, values, rank
-    tokens[:, 0] = token_ids.clamp(min=0)
-    if k:
-        tokens[:, 1:] = logits.topk(k, dim=-1).indices
-    num_chunks = -(-vocab // (CHUNK))
-    sums = torch.empty(2, n, num_chunks, dtype=torch.float32, device=logits.device)
-    likelier = torch.empty(n, num_chunks, dtype=torch.int32, device=logits.device)
-    _log_sums_kernel[(num_chunks, n)](
+        return records
+    num_blocks, readable = -(-vocab // WIDTH), _readable(logits)
+    keys = torch.empty(n, num_blocks, dtype=torch.int64, device=logits.device)
+    sums = torch.empty(2, n, num_blocks, dtype=torch.float32, device=logits.device)
+    _blocks_kernel[(-(-num_blocks // BLOCKS), n)](
         logits,
-        tokens,
+        token_ids,
+        keys,
         sums,
-        likelier,
         logits.stride(0),
-        tokens.stride(0),
         vocab,
-        n * num_chunks,
-        CHUNK=CHUNK,
+        readable,
+        num_blocks,
+        n * num_blocks,
+        PADDED=readable != vocab,
+        BLOCKS=BLOCKS,
+        WIDTH=WIDTH,
         num_warps=4,
     )
-    _logprobs_kernel[(n,)](
+    _records_kernel[(n,)](
         logits,
-        tokens,
+        token_ids,
+        keys,
         sums,
-        likelier,
-        values,
-        rank,
+        records,
         logits.stride(0),
-        1 + k,
-        num_chunks,
-        n * num_chunks,
-        WANTED_PAD=power_of_two(1 + k),
-        NUM_CHUNKS_PAD=power_of_two(num_chunks),
-        num_warps=1,
+        vocab,
+        k,
+        num_blocks,
+        n * num_blocks,
+        NUM_BLOCKS_PAD=power_of_two(num_blocks),
+        WIDTH=WIDTH,
+        num_warps=1,  # no step of the search waits for another warp
     )
-    return tokens, values, rank
+    return records
 
 
-@triton.jit(do_not_specialize=["token_stride", "num_sums"])
-def _log_sums_kernel(
+@triton.jit
+def _search_key(logits, tokens):
+    """Return int64 numbers with the order of the logits; of equal ones the first is greatest."""
+    return (_to_key(logits).to(tl.int64) << 32) + (tokens ^ LAST_TOKEN).to(tl.int64)
+
+
+@triton.jit
+def _logit_of(key):
+    return _from_key((key >> 32).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["num_sums"], do_not_specialize_on_alignment=["token_ptr"])
+def _blocks_kernel(
     logits_ptr,
     token_ptr,
+    key_ptr,
     sum_ptr,
-    likelier_ptr,
     logits_stride,
-    token_stride,
     vocab,
+    readable,
+    num_blocks,
     num_sums,
-    CHUNK: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Reduce one chunk of a row: greatest logit, sum of weights, number of likelier tokens."""
-    chunk = tl.program_id(0)
+    """Reduce BLOCKS blocks of a row: key of the greatest logit, sum of weights, likelier tokens."""
     entry = tl.program_id(1).to(tl.int64)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
     logits_ptr += entry * logits_stride
-    logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
-    own = tl.load(logits_ptr + tl.load(token_ptr + entry * token_stride)).to(tl.float32)
-    greatest = tl.maximum(tl.max(logits, 0), -3e38)
-    total = tl.sum(tl.exp2((logits - greatest) * LOG2_E), 0)
-    place = entry * tl.num_programs(0) + chunk
-    tl.store(sum_ptr + place, greatest)
-    tl.store(sum_ptr + num_sums + place, total)
-    tl.store(likelier_ptr + place, tl.sum((logits > own).to(tl.int32), 0))
+    own = tl.load(logits_ptr + tl.maximum(tl.load(token_ptr + entry), 0)).to(tl.float32)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    logits = tl.load(logits_ptr + token, mask=token < readable, other=-float("inf")).to(tl.float32)
+    if PADDED:
+        logits = tl.where(token < vocab, logits, -float("inf"))
+    key = tl.max(_search_key(logits, token), 1)
+    greatest = tl.maximum(_logit_of(key), -3e38)
+    weights = tl.exp2((logits - greatest[:, None]) * LOG2_E)
+    place, live = entry * num_blocks + block, block < num_blocks
+    tl.store(key_ptr + place, key, mask=live)
+    tl.store(sum_ptr + place, tl.sum(weights, 1), mask=live)
+    likelier = tl.sum((logits > own).to(tl.int32), 1)
+    tl.store(sum_ptr + num_sums + place, likelier.to(tl.float32), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_wanted", "num_sums"])
-def _logprobs_kernel(
+@triton.jit(do_not_specialize=["k", "num_sums"], do_not_specialize_on_alignment=["token_ptr"])
+def _records_kernel(
     logits_ptr,
     token_ptr,
+    key_ptr,
     sum_ptr,
-    likelier_ptr,
-    value_ptr,
-    rank_ptr,
+    record_ptr,
     logits_stride,
-    num_wanted,
-    num_chunks,
+    vocab,
+    k,
+    num_blocks,
     num_sums,
-    WANTED_PAD: tl.constexpr,
-    NUM_CHUNKS_PAD: tl.constexpr,
+    NUM_BLOCKS_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Compute one row's log-probabilities: (logit - greatest) - log(sum of weights)."""
+    """Write one row's record. Log-probabilities: (logit - greatest) - log(sum of weights)."""
     entry = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, NUM_CHUNKS_PAD)
-    place = entry * num_chunks + chunk
-    live = chunk < num_chunks
-    greatest = tl.load(sum_ptr + place, mask=live, other=-float("inf"))
-    sums = tl.load(sum_ptr + num_sums + place, mask=live, other=0.0)
-    likelier = tl.load(likelier_ptr + place, mask=live, other=0)
+    logits_ptr += entry * logits_stride
+    record_ptr += entry * (3 + 2 * k)
+    block = tl.arange(0, NUM_BLOCKS_PAD)
+    place, live = entry * num_blocks + block, block < num_blocks
+    keys = tl.load(key_ptr + place, mask=live, other=NO_KEY)
+    sums = tl.load(sum_ptr + place, mask=live, other=0.0)
+    likelier = tl.load(sum_ptr + num_sums + place, mask=live, other=0.0)
+    greatest = tl.where(live, tl.maximum(_logit_of(keys), -3e38), -3e38)
     best = tl.max(greatest, 0)
     log_sum = tl.log(tl.sum(sums * tl.exp2((greatest - best) * LOG2_E), 0))
-    index = tl.arange(0, WANTED_PAD)
-    wanted = index < num_wanted
-    token = tl.load(token_ptr + entry * num_wanted + index, mask=wanted, other=0)
-    logits = tl.load(logits_ptr + entry * logits_stride + token, mask=wanted, other=0.0).to(
-        tl.float32
-    )
-    tl.store(value_ptr + entry * num_wanted + index, (logits - best) - log_sum, mask=wanted)
-    tl.store(rank_ptr + entry, tl.sum(likelier, 0) + 1)
+
+    chosen = tl.maximum(tl.load(token_ptr + entry), 0)
+    own = tl.load(logits_ptr + chosen).to(tl.float32)
+    value = (_from_key(_to_key(own)) - best) - log_sum
+    tl.store(record_ptr, tl.sum(likelier, 0).to(tl.int32) + 1)
+    tl.store(record_ptr + 1, chosen)
+    tl.store(record_ptr + 2, value.to(tl.int32, bitcast=True))
+    for i in range(k):
+        top = tl.max(keys, 0)
+        token = (top & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
+        value = (_logit_of(top) - best) - log_sum
+        tl.store(record_ptr + 3 + 2 * i, token)
+        tl.store(record_ptr + 4 + 2 * i, value.to(tl.int32, bitcast=True))
+        others = token // WIDTH * WIDTH + tl.arange(0, WIDTH)
+        logits = tl.load(logits_ptr + others, mask=others < vocab, other=-float("inf"))
+        rest = _search_key(logits.to(tl.float32), others)
+        rest = tl.max(tl.where(rest < top, rest, NO_KEY), 0)
+        keys = tl.where(block == token // WIDTH, rest, keys)

@@ -17,6 +17,7 @@ from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
 from toolkit.kernels.triton.grouped import _grouped_kernel
+from toolkit.kernels.triton.logprobs import _blocks_kernel, _records_kernel
 from toolkit.kernels.triton.lora import _add_kernel, _shrink_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
 from toolkit.kernels.triton.norm import _join_kernel
@@ -216,6 +217,15 @@ def compile_hopper(name: str, block_size: int, group: int, dtype: str) -> None:
     compile_kernel(name, hopper_prefill_kernel, types, constants, 4, 3, GluonASTSource)
 
 
+def compile_logprobs() -> None:
+    types = {"token_ptr": "*i32", "key_ptr": "*i64", "sum_ptr": "*fp32", "record_ptr": "*i32"}
+    width = {"WIDTH": 256}
+    pad = {"NUM_BLOCKS_PAD": 1024}
+    blocks = {"BLOCKS": 16, "PADDED": True}
+    compile_kernel("log-probabilities, blocks", _blocks_kernel, types, width | blocks, 4, 3)
+    compile_kernel("log-probabilities, records", _records_kernel, types, width | pad, 1, 3)
+
+
 def main() -> None:
     fused = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
     plain = PLAIN | {"sinks_ptr": None}
@@ -251,6 +261,7 @@ def main() -> None:
     compile_tile("product before a norm, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
     compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
     compile_adapters()
+    compile_logprobs()
     compile_tile("product with adapters", 64, 64, 6, 1, 1, LATE=True, RANK=16, FETCHED=1024)
     gated = {"GATED": True, "KIND": "silu", "LATE": True, "UNSCALED": True}
     compile_tile("gated product with adapters", 64, 128, 4, 1, 1, RANK=64, PARTED=True, **gated)

@@ -344,32 +344,62 @@ def test_logprobs_equal_reference(sampling, device, dtype, n, vocab, k):
     logits[0, : vocab // 2] = -INF
     wanted = torch.randint(0, vocab, (n,), device=device)
     wanted[-1] = -1
-    tokens, values, rank = sampling.logprobs(logits, wanted, k)
-    for module in (reference.logprobs, gather_logprobs):
-        _, expected, expected_rank = module(logits, wanted, min(k, vocab))
+    _, expected, expected_rank = unpacked(reference.logprobs(logits, wanted, min(k, vocab)))
+    for compute in (sampling.logprobs, gather_logprobs):
+        tokens, values, rank = unpacked(compute(logits, wanted, k))
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
         assert rank.tolist() == expected_rank.tolist()
-    assert tokens[:, 0].tolist() == wanted.clamp(min=0).tolist()
-    assert tokens.shape == (n, 1 + min(k, vocab))
-    assert torch.equal(
-        logits.float().gather(1, tokens[:, 1:].long()), logits.float().topk(min(k, vocab)).values
+        assert tokens[:, 0].tolist() == wanted.clamp(min=0).tolist()
+        assert tokens.shape == (n, 1 + min(k, vocab))
+        assert torch.equal(
+            logits.float().gather(1, tokens[:, 1:].long()),
+            logits.float().topk(min(k, vocab)).values,
+        )
+
+
+def unpacked(records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (tokens, log-probabilities, ranks)."""
+    return (
+        records[:, 1::2],
+        records[:, 2::2].contiguous().view(torch.float32),
+        records[:, 0],
     )
 
 
-def test_a_top_tokens_logprobs_are_bitwise_equal(sampling, device):
-    logits = random_logits(8, 3000, torch.bfloat16, device)
-    best = logits.argmax(-1)
-    _, values, rank = sampling.logprobs(logits, best, 5)
-    assert torch.equal(values[:, 0], values[:, 1])
-    assert rank.tolist() == [1] * 8
+@pytest.mark.parametrize("k", [5, 100])
+def test_a_top_tokens_logprobs_are_bitwise_equal(sampling, device, k):
+    logits = random_logits(9, 3000, torch.bfloat16, device)
+    logits[0] = 0.0
+    best = logits.argmax(-1).int()
+    for compute in (sampling.logprobs, gather_logprobs):
+        tokens, values, rank = unpacked(compute(logits, best, k))
+        assert torch.equal(values[:, 0], values[:, 1])
+        assert rank.tolist() == [1] * 9
+        assert all(len(set(row)) == k for row in tokens[:, 1:].tolist())
+
+
+def test_equally_likely_tokens_are_in_order(sampling, device):
+    logits = torch.zeros(1, 600, device=device)
+    logits[0, 300:] = 1.0
+    tokens, _, rank = unpacked(sampling.logprobs(logits, torch.tensor([3], device=device), 302))
+    assert tokens.tolist() == [[3, *range(300, 600), 0, 1]]
+    assert rank.tolist() == [301]
+
+
+def test_logprobs_do_not_read_the_padding_of_rows(sampling, device):
+    buffer = torch.full((3, 1008), NAN, device=device)
+    logits = buffer[:, :1003]
+    logits.copy_(random_logits(3, 1003, torch.float32, device))
+    wanted = torch.tensor([1, 2, 1002], device=device)
+    padded = sampling.logprobs(logits, wanted, 8)
+    assert torch.equal(padded, sampling.logprobs(logits.contiguous(), wanted, 8))
 
 
 def test_logprobs_of_no_rows(sampling, device):
     empty = torch.empty(0, 30, device=device)
-    tokens, values, rank = sampling.logprobs(
-        empty, torch.empty(0, dtype=torch.int64, device=device), 3
-    )
-    assert (tokens.shape, values.shape, rank.shape) == ((0, 4), (0, 4), (0,))
+    no_tokens = torch.empty(0, dtype=torch.int32, device=device)
+    for compute in (sampling.logprobs, gather_logprobs):
+        assert compute(empty, no_tokens, 3).shape == (0, 9)
 
 
 # Penalties

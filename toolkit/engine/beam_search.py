@@ -11,7 +11,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from toolkit.engine.outputs import (
+    CompletionOutput,
+    LogprobList,
+    PositionLogprobs,
+    RequestOutput,
+    pack_record,
+)
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from toolkit.text.tokenizer import Tokenizer
@@ -23,7 +29,7 @@ class Beam:
 
     token_ids: list[int]
     logprob: float  # sum over its tokens
-    logprobs: list[PositionLogprobs]  # empty if they are not wanted
+    records: bytes  # log-probabilities of its tokens; empty if they are not wanted
     has_ended: bool = False  # its last token ends the answer
 
 
@@ -54,7 +60,7 @@ class BeamSearch:
             detokenize=False,
             ignore_eos=True,
         )
-        self._open = [Beam([], 0.0, [])]
+        self._open = [Beam([], 0.0, b"")]
         self._done: list[tuple[float, Beam]] = []  # best ended beams with their scores, best first
 
     @property
@@ -91,11 +97,14 @@ class BeamSearch:
             self._open = []
 
     def _extend(self, beam: Beam, token: int, logprob: float, position: PositionLogprobs) -> Beam:
-        logprobs, wanted = beam.logprobs, self._params.logprobs
+        records, wanted = beam.records, self._params.logprobs
         if wanted is not None:
+            one = position[token]
             likeliest = itertools.islice(position.items(), wanted)
-            logprobs = [*logprobs, {token: position[token], **dict(likeliest)}]
-        return Beam([*beam.token_ids, token], logprob, logprobs, token in self._ends)
+            pairs = [(token, one.logprob), *((id, other.logprob) for id, other in likeliest)]
+            assert one.rank is not None, "reported positions have ranks"
+            records += pack_record(one.rank, pairs)
+        return Beam([*beam.token_ids, token], logprob, records, token in self._ends)
 
     def best(self, count: int, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
         """Return the `count` best answers, best first. Their text excludes end tokens."""
@@ -107,7 +116,9 @@ class BeamSearch:
             )
             output.token_ids = beam.token_ids
             output.cumulative_logprob = beam.logprob
-            output.logprobs = beam.logprobs if self._params.logprobs is not None else None
+            if beam.records:
+                size = len(beam.records) // len(beam.token_ids)
+                output.logprobs = LogprobList(tokenizer, size, beam.records)
             output.finish_reason = "stop" if beam.has_ended else "length"
             found.append(output)
         return found

@@ -16,7 +16,7 @@ from toolkit.engine.messages import (
     EngineOutput,
     EngineOutputs,
     EngineRequest,
-    LogprobEntry,
+    LogprobRecords,
     Operate,
     OperationResult,
     RequestInfo,
@@ -35,8 +35,8 @@ from toolkit.scheduler import (
     SchedulerOutput,
     StepResult,
     StepResults,
-    TokenLogprobs,
 )
+from toolkit.scheduler.output import IntArray, record_length
 from toolkit.scheduler.stats import EngineStats
 from toolkit.text.tokenizer import Tokenizer
 
@@ -230,7 +230,7 @@ class EngineCore:
                 and not step_result.request.excludes_tokens
             ):
                 self.failure = step_result.error
-        return self._messages(outputs, results, step, num_sampled)
+        return self._messages(outputs, results, result.logprobs, step, num_sampled)
 
     def drop_steps(self) -> None:
         """Drop the steps in flight. Their tokens are computed again."""
@@ -352,6 +352,7 @@ class EngineCore:
         self,
         outputs: dict[int, list[EngineOutput]],
         results: StepResults | None = None,
+        logprobs: IntArray | None = None,
         step: SchedulerOutput | None = None,
         num_sampled: int = 0,
     ) -> dict[int, EngineOutputs]:
@@ -359,7 +360,7 @@ class EngineCore:
         first = messages.setdefault(0, EngineOutputs())
         first.stats = self.stats(step, num_sampled)
         if results is not None and len(results.numbers):
-            self._add_columns(messages, results)
+            self._add_columns(messages, results, logprobs)
         if self._scheduled:
             for request in self._scheduled:
                 message = messages.setdefault(request.client, EngineOutputs())
@@ -368,10 +369,18 @@ class EngineCore:
             self._scheduled = []
         return messages
 
-    def _add_columns(self, messages: dict[int, EngineOutputs], results: StepResults) -> None:
+    def _add_columns(
+        self,
+        messages: dict[int, EngineOutputs],
+        results: StepResults,
+        logprobs: IntArray | None,
+    ) -> None:
+        """Add the sequences that got one token. `logprobs`: records of all tokens of the step."""
         if self._clients == [0]:
             messages[0].numbers = results.numbers.tobytes()
             messages[0].token_ids = results.token_ids.tobytes()
+            if logprobs is not None:
+                messages[0].logprobs = _to_records(logprobs.take(results.samples, axis=0))
             return
         for client in self._clients:
             mine = results.clients == client
@@ -379,6 +388,8 @@ class EngineCore:
                 message = messages.setdefault(client, EngineOutputs())
                 message.numbers = results.numbers[mine].tobytes()
                 message.token_ids = results.token_ids[mine].tobytes()
+                if logprobs is not None:
+                    message.logprobs = _to_records(logprobs.take(results.samples[mine], axis=0))
 
     def stats(self, step: SchedulerOutput | None = None, num_sampled: int = 0) -> EngineStats:
         """Return current gauges, counts since the last call, and the step's work."""
@@ -449,29 +460,26 @@ def _to_output(step_result: StepResult, result: ModelOutput) -> EngineOutput:
         output.num_rejected_drafts = request.num_rejected_drafts
         output.error = step_result.error
     output.num_cached_tokens = request.num_cached_tokens
+    params = request.params
     if (
         result.logprobs is not None
         and step_result.token_id is not None
-        and request.params.logprobs is not None
+        and params.logprobs is not None
     ):
-        output.logprobs = _logprob_entry(
-            result.logprobs, step_result.sample, request.params.logprobs
+        at = step_result.sample
+        output.logprobs = _to_records(result.logprobs[at : at + 1], params.logprobs)
+    if step_result.prompt_logprobs is not None:
+        output.prompt_logprobs = _to_records(
+            step_result.prompt_logprobs.records, params.prompt_logprobs
         )
-    if step_result.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
-        values = step_result.prompt_logprobs.values
-        output.prompt_logprobs = [
-            _logprob_entry(values, i, request.params.prompt_logprobs)
-            for i in range(len(values.ranks))
-        ]
     return output
 
 
-def _logprob_entry(values: TokenLogprobs, i: int, k: int) -> LogprobEntry:
-    return LogprobEntry(
-        values.token_ids[i, : k + 1].tolist(),
-        values.logprobs[i, : k + 1].tolist(),
-        int(values.ranks[i]),
-    )
+def _to_records(rows: IntArray, k: int | None = None) -> LogprobRecords:
+    """Return records as bytes. `k`: number of likeliest tokens to keep; None: all."""
+    if k is not None:
+        rows = rows[:, : record_length(k)]
+    return LogprobRecords(rows.shape[1] * rows.itemsize, rows.tobytes())
 
 
 def _sequence_id(client: int, number: int) -> str:

@@ -87,23 +87,27 @@ class Stop(msgspec.Struct, tag="stop"):
     """Shut the process down."""
 
 
-class LogprobEntry(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position: the token itself, then the likeliest tokens."""
+class LogprobRecords(msgspec.Struct, array_like=True):
+    """Log-probabilities at consecutive positions: records (`sampling.logprobs`), joined."""
 
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int  # of the token itself
+    size: int  # bytes of one
+    data: bytes
+
+    def split(self) -> list[bytes]:
+        """Return each record."""
+        size, data = self.size, self.data
+        return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A sequence's result of a step: its first token, its end, log-probabilities or an error."""
+    """A sequence's result of a step: its first token, its end, the prompt or an error."""
 
     number: int
     token_ids: list[int]  # new ones; with is_final_only, all
     finish_reason: str | None = None
     stop_reason: int | None = None
-    logprobs: LogprobEntry | None = None
-    prompt_logprobs: list[LogprobEntry] | None = None
+    logprobs: LogprobRecords | None = None
+    prompt_logprobs: LogprobRecords | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
@@ -118,6 +122,9 @@ class EngineOutputs(msgspec.Struct, tag="outputs"):
     outputs: list[EngineOutput] = []
     numbers: bytes = b""  # int64 numbers of the sequences that got one token and nothing else
     token_ids: bytes = b""  # int32 token of each of them
+    logprobs: LogprobRecords | None = None
+    """One record for each of them, with as many tokens as the step's most demanding sequence wants.
+    None if no sequence of the step wants any."""
     stats: EngineStats | None = None  # only for the first front end
     scheduled: list[int] = []  # sequences that started to run in this step
     scheduled_at: float = 0.0

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 from weakref import proxy
 
 import numpy as np
 
-from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest, LogprobEntry
-from toolkit.engine.outputs import CompletionOutput, Delta, Logprob, PositionLogprobs, RequestOutput
+from toolkit.engine.messages import EngineOutput, EngineOutputs, EngineRequest
+from toolkit.engine.outputs import (
+    CompletionOutput,
+    Delta,
+    LogprobList,
+    Position,
+    PositionLogprobs,
+    RequestOutput,
+)
 from toolkit.sampling.params import SamplingParams
+from toolkit.scheduler.output import record_length
 from toolkit.text.tokenizer import SpacedTextStream, TextStream, Tokenizer
 
 
@@ -75,6 +84,7 @@ class SequenceState:
     number: int
     detokenizer: IncrementalDetokenizer | None  # None if no text is needed
     stream: TextStream | None  # receives plain tokens. None if stop strings must be found
+    record_size: int  # bytes of its part of a record in the columns. 0: it wants no logprobs
     delta: Delta | None = None  # output not read yet
     is_finished: bool = False
     token_ids: list[int] = field(default_factory=list)
@@ -168,6 +178,7 @@ class OutputProcessor:
         state = RequestState(request.id, prompt, request.spec.prompt_token_ids, params)
         request.number = self._next_number
         self._next_number += params.n
+        record_size = 0 if params.logprobs is None else 4 * record_length(params.logprobs)
         for index in range(params.n):
             detokenizer = (
                 IncrementalDetokenizer(self.tokenizer, params)
@@ -176,7 +187,7 @@ class OutputProcessor:
             )
             stream = detokenizer.stream if detokenizer and not params.stop_strings else None
             number = request.number + index
-            sequence = SequenceState(proxy(state), index, number, detokenizer, stream)
+            sequence = SequenceState(proxy(state), index, number, detokenizer, stream, record_size)
             state.sequences.append(sequence)
             self._sequences[sequence.number] = sequence
         self.requests[request.id] = state
@@ -211,8 +222,11 @@ class OutputProcessor:
         A busy server runs this loop for every token, so it does as little as possible."""
         numbers = np.frombuffer(message.numbers, np.int64).tolist()
         tokens = np.frombuffer(message.token_ids, np.int32).tolist()
+        records: Iterable[bytes] = repeat(b"", len(numbers))
+        if message.logprobs is not None:
+            records = message.logprobs.split()
         find, gaps = self._sequences.get, changes.gaps
-        for number, token in zip(numbers, tokens, strict=True):
+        for number, token, record in zip(numbers, tokens, records, strict=True):
             sequence = find(number)
             if sequence is None:
                 continue
@@ -220,6 +234,7 @@ class OutputProcessor:
             gaps[last] = gaps.get(last, 0) + 1
             sequence.last_token = now
             sequence.token_ids.append(token)
+            logprobs = self._list_of(record, sequence) if sequence.record_size else None
             if sequence.stream is not None:
                 text = sequence.stream.add_one(token)
             elif sequence.detokenizer is None:
@@ -227,19 +242,26 @@ class OutputProcessor:
             else:
                 text, stop = sequence.detokenizer.add([token], False)
                 if stop is not None:
-                    self._stop(sequence, Delta(sequence.index, text, [token]), stop, changes)
+                    stopped = Delta(sequence.index, text, [token], logprobs)
+                    self._stop(sequence, stopped, stop, changes)
                     continue
             delta = sequence.delta
             if delta is None:
                 request = sequence.request
                 sequence.delta = Delta(
-                    sequence.index, text, [token], num_cached_tokens=request.num_cached_tokens
+                    sequence.index,
+                    text,
+                    [token],
+                    logprobs,
+                    num_cached_tokens=request.num_cached_tokens,
                 )
                 request.unread.append(sequence)
                 request.wake()
             else:
                 delta.text += text
                 delta.token_ids.append(token)
+                if logprobs is not None:
+                    delta.logprobs = _joined(delta.logprobs, logprobs)
 
     def _process_one(
         self, sequence: SequenceState, output: EngineOutput, now: float, changes: StepChanges
@@ -266,15 +288,15 @@ class OutputProcessor:
             sequence.index, text, output.token_ids, num_cached_tokens=state.num_cached_tokens
         )
         delta.error, delta.embedding = output.error, output.embedding
-        if output.logprobs is not None:
-            delta.logprobs = [self._position(output.logprobs)]
-        if output.prompt_logprobs is not None:
-            state.num_prompt_logprobs += len(output.prompt_logprobs)
-            delta.prompt_logprobs = [self._position(entry) for entry in output.prompt_logprobs]
+        if (found := output.logprobs) is not None:
+            delta.logprobs = LogprobList(self.tokenizer, found.size, found.data)
+        if (found := output.prompt_logprobs) is not None:
+            delta.prompt_logprobs = LogprobList(self.tokenizer, found.size, found.data)
+            state.num_prompt_logprobs += len(delta.prompt_logprobs)
         if state.params.prompt_logprobs is not None and not state.has_prompt_logprobs:
             state.has_prompt_logprobs = True
-            # The first token has no log-probability.
-            delta.prompt_logprobs = [None, *(delta.prompt_logprobs or [])]
+            delta.prompt_logprobs = delta.prompt_logprobs or LogprobList(self.tokenizer)
+            delta.prompt_logprobs.starts_prompt = True
         if stop is not None:
             self._stop(sequence, delta, stop, changes, in_core=output.finish_reason is None)
         elif output.finish_reason is not None:
@@ -320,14 +342,10 @@ class OutputProcessor:
             return output.token_ids[:-1]
         return output.token_ids
 
-    def _position(self, entry: LogprobEntry) -> PositionLogprobs:
-        position: PositionLogprobs = {}
-        for i, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
-            if token not in position:
-                rank = entry.rank if i == 0 else i
-                text = self.tokenizer.token_text(token) if self.tokenizer is not None else ""
-                position[token] = Logprob(logprob, rank, text)
-        return position
+    def _list_of(self, record: bytes, sequence: SequenceState) -> LogprobList[PositionLogprobs]:
+        """Return the list of one record, without what other sequences of the step want."""
+        record = record[: sequence.record_size]
+        return LogprobList(self.tokenizer, len(record), record)
 
 
 @dataclass(slots=True)
@@ -347,13 +365,13 @@ class OutputCollector:
         one.text += delta.text
         one.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            one.logprobs = (one.logprobs or []) + delta.logprobs
-            chosen = (next(iter(position.values())).logprob for position in delta.logprobs)
-            one.cumulative_logprob = (one.cumulative_logprob or 0.0) + sum(chosen)
+            one.logprobs = _joined(one.logprobs, delta.logprobs)
+            # From left to right, however the deltas were merged.
+            one.cumulative_logprob = sum(delta.logprobs.chosen(), one.cumulative_logprob or 0.0)
         if delta.prompt_logprobs is not None:
-            self.output.prompt_logprobs = (
-                self.output.prompt_logprobs or []
-            ) + delta.prompt_logprobs
+            self.output.prompt_logprobs = _joined(
+                self.output.prompt_logprobs, delta.prompt_logprobs
+            )
         if delta.finish_reason is not None:
             one.finish_reason, one.stop_reason = delta.finish_reason, delta.stop_reason
             self.output.finished = all(o.finished for o in self.states)
@@ -368,14 +386,24 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+def _joined(
+    first: LogprobList[Position] | None, later: LogprobList[Position]
+) -> LogprobList[Position]:
+    """Return `first` with `later` appended; a copy of `later` if there is no `first`."""
+    if first is None:
+        return later.copy()
+    first.extend(later)
+    return first
+
+
 def _merge(delta: Delta, later: Delta) -> None:
     """Merge later output into an unread delta."""
     delta.text += later.text
     delta.token_ids += later.token_ids
     if later.logprobs is not None:
-        delta.logprobs = (delta.logprobs or []) + later.logprobs
+        delta.logprobs = _joined(delta.logprobs, later.logprobs)
     if later.prompt_logprobs is not None:
-        delta.prompt_logprobs = (delta.prompt_logprobs or []) + later.prompt_logprobs
+        delta.prompt_logprobs = _joined(delta.prompt_logprobs, later.prompt_logprobs)
     delta.finish_reason, delta.stop_reason = later.finish_reason, later.stop_reason
     delta.num_cached_tokens = later.num_cached_tokens or delta.num_cached_tokens
     delta.error = later.error

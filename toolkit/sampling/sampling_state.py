@@ -63,6 +63,13 @@ class SamplingState:
         self.processors.set(row, spec)
         self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
 
+    def is_special(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Return which rows change their logits before sampling."""
+        special: npt.NDArray[np.bool_] = (
+            self.penalties[rows] | self.biases[rows] | self.processors.asked[rows]
+        )
+        return special
+
     def load(self, rows: list[int]) -> None:
         """Copy rows to the device, synchronously."""
         self.floats[rows] = torch.from_numpy(self.host_floats[rows]).to(self.device)

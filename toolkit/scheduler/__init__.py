@@ -14,7 +14,6 @@ from toolkit.scheduler.output import (
     NewRow,
     PromptLogprobs,
     SchedulerOutput,
-    TokenLogprobs,
 )
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.scheduler import Scheduler
@@ -35,5 +34,4 @@ __all__ = [
     "SchedulerOutput",
     "StepResult",
     "StepResults",
-    "TokenLogprobs",
 ]

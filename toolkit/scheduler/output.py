@@ -11,6 +11,13 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
+def record_length(k: int) -> int:
+    """Return the numbers in a record of log-probabilities with k likeliest tokens.
+
+    `sampling.logprobs` describes records."""
+    return 3 + 2 * k
+
+
 @dataclass(slots=True)
 class NewRow:
     """A request that gets a row: at first admission, or after a preemption."""
@@ -81,23 +88,13 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
-class TokenLogprobs:
-    """Log-probabilities at the sampled positions of one step, in order of its sampling requests.
-
-    `token_ids`, `logprobs`: [num_sampled, 1 + k], the chosen token first, then the k likeliest.
-    `ranks`: [num_sampled], 1 for the likeliest token."""
-
-    token_ids: IntArray
-    logprobs: FloatArray
-    ranks: IntArray
-
-
-@dataclass(slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the tokens at prompt positions `start`, `start + 1`, …"""
+    """Log-probabilities of the tokens at prompt positions `start`, `start + 1`, …
+
+    `records`: [num_positions, 3 + 2k], see `sampling.logprobs`."""
 
     start: int
-    values: TokenLogprobs
+    records: IntArray
 
 
 @dataclass(slots=True)
@@ -109,7 +106,9 @@ class ModelOutput:
 
     step: int
     token_ids: IntArray
-    logprobs: TokenLogprobs | None = None
+    logprobs: IntArray | None = None
+    """[num_sampled, 3 + 2k]: records (`sampling.logprobs`), k the greatest number that a request
+    of the step wants. Those of requests that want none may be anything."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """By index into the step's rows."""
     pooled: dict[int, FloatArray] = field(default_factory=dict)

@@ -177,9 +177,7 @@ class Request:
     @property
     def needs_own_output(self) -> bool:
         """True if it reports more than its next token: the first one brings the cached tokens."""
-        return not self.spec.is_final_only and (
-            self.params.logprobs is not None or self.num_known_tokens == self.num_prompt_tokens
-        )
+        return not self.spec.is_final_only and self.num_known_tokens == self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:

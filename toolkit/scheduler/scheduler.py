@@ -67,7 +67,8 @@ class Scheduler(Planner):
         kept, told = table.append(rows, token_ids, firsts, num_sampled, counts)
         told |= table.needs_own_output.take(rows)
         silent = told | table.is_final_only.take(rows)
-        results = StepResults(*self._columns(rows, token_ids, firsts, counts, ~silent), others)
+        results = self._results(rows, token_ids, firsts, counts, ~silent)
+        results.others = others
         for at in np.flatnonzero(told).tolist() if np.count_nonzero(told) else ():
             request, first = step.requests[which.item(at)], firsts.item(at)
             tokens = token_ids[first : first + kept.item(at)].tolist()
@@ -90,23 +91,23 @@ class Scheduler(Planner):
         both = zip_longest(stats.accepted_per_position, counts, fillvalue=0)
         stats.accepted_per_position = [before + now for before, now in both]
 
-    def _columns(
+    def _results(
         self,
         rows: RowArray,
         token_ids: IntArray,
         firsts: npt.NDArray[np.int64],
         counts: IntArray,
         plain: BoolArray,
-    ) -> tuple[IntArray, npt.NDArray[np.int64], IntArray]:
-        """Return (clients, numbers, tokens) of the plain rows, an entry for each token."""
+    ) -> StepResults:
+        """Return the results of the plain rows, one for each token."""
         if np.count_nonzero(plain) < len(rows):
             rows, firsts, counts = rows[plain], firsts[plain], counts[plain]
         clients, numbers = self._rows.clients.take(rows), self._rows.numbers.take(rows)
         if len(token_ids) == len(rows):
-            return clients, numbers, token_ids
-        start = firsts - (counts.cumsum() - counts)
-        where = np.arange(counts.sum()) + np.repeat(start, counts)
-        return np.repeat(clients, counts), np.repeat(numbers, counts), token_ids.take(where)
+            return StepResults(clients, numbers, token_ids, [], firsts)
+        samples = np.arange(counts.sum()) + np.repeat(firsts - (counts.cumsum() - counts), counts)
+        clients, numbers = np.repeat(clients, counts), np.repeat(numbers, counts)
+        return StepResults(clients, numbers, token_ids.take(samples), [], samples)
 
     def _append_late(
         self, request: Request, first: int, token_ids: IntArray, result: ModelOutput
@@ -142,16 +143,13 @@ class Scheduler(Planner):
         """Return the prompt positions of this step that were not reported before a preemption."""
         results = []
         for index, found in result.prompt_logprobs.items():
-            request, values = step.requests[index], found.values
+            request, records = step.requests[index], found.records
             skip = request.num_prompt_logprobs + 1 - found.start
-            if request.is_finished or skip >= len(values.ranks):
+            if request.is_finished or skip >= len(records):
                 continue
-            if skip > 0:
-                values = type(values)(
-                    values.token_ids[skip:], values.logprobs[skip:], values.ranks[skip:]
-                )
-            request.num_prompt_logprobs += len(values.ranks)
-            prompt_logprobs = PromptLogprobs(found.start + max(skip, 0), values)
+            skip = max(skip, 0)
+            request.num_prompt_logprobs += len(records) - skip
+            prompt_logprobs = PromptLogprobs(found.start + skip, records[skip:])
             results.append(StepResult(request, prompt_logprobs=prompt_logprobs))
         return results
 

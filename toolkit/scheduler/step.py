@@ -30,14 +30,16 @@ class StepResult:
 class StepResults:
     """Results of one step for all requests.
 
-    `clients`, `numbers`, `token_ids` [num_plain]: requests that got a token and nothing else.
-    `others`: requests with more to report. A request that reports only at its end is in neither
-    before then."""
+    `clients`, `numbers`, `token_ids` [num_plain]: requests that got a token and nothing else, and
+    `samples` [num_plain], the indices of these tokens among those the step sampled. `others`:
+    requests with more to report. A request that reports only at its end is in neither before
+    then."""
 
     clients: IntArray
     numbers: npt.NDArray[np.int64]
     token_ids: IntArray
     others: list[StepResult] = field(default_factory=list)
+    samples: RowArray = field(default_factory=lambda: np.empty(0, np.intp))
 
 
 @dataclass(slots=True)

@@ -49,6 +49,7 @@ class Tokenizer:
             lambda id: b"" if id in self._files.special_ids else self._all_bytes[id]
         )
         self._texts = {skip: _TextTable(self.byte_table(skip)) for skip in (True, False)}
+        self._byte_lists = _ByteListTable(self._all_bytes)
         added = self._files.added.items()
         self._special_texts = sorted(
             text for id, text in added if text and id in self._files.special_ids
@@ -167,6 +168,10 @@ class Tokenizer:
         """Return a token's part of the text, in UTF-8. A token can be a part of a character."""
         return self._all_bytes[token_id]
 
+    def token_byte_list(self, token_id: int) -> list[int]:
+        """Return `token_bytes` as a list that is shared: read only."""
+        return self._byte_lists[token_id]
+
     def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
         """Return `token_bytes` by token id. Special tokens to skip are empty."""
         return self._visible_bytes if skip_special_tokens else self._all_bytes
@@ -177,10 +182,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token; empty if it has a part of a character."""
-        try:
-            return self.token_bytes(token_id).decode()
-        except UnicodeDecodeError:
-            return ""
+        return self._texts[False][token_id] or ""
 
     def _compute_bytes(self, token_id: int) -> bytes:
         text = self._files.added.get(token_id)
@@ -207,6 +209,17 @@ class _ByteTable(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         found = self[token_id] = self._compute(token_id)
+        return found
+
+
+class _ByteListTable(dict[int, list[int]]):
+    """Bytes of each token by id, as JSON has them."""
+
+    def __init__(self, byte_table: Mapping[int, bytes]) -> None:
+        self._byte_table = byte_table
+
+    def __missing__(self, token_id: int) -> list[int]:
+        found = self[token_id] = list(self._byte_table[token_id])
         return found
 
 

@@ -157,11 +157,7 @@ class CudaRunner(ModelRunner):
         self, step: SchedulerOutput, logits: torch.Tensor, masks: Masks | None
     ) -> Sampled:
         sampling = self.state.sampling
-        is_special = step.samples & (
-            sampling.penalties[step.rows]
-            | sampling.biases[step.rows]
-            | sampling.processors.asked[step.rows]
-        )
+        is_special = step.samples & sampling.is_special(step.rows)
         is_special[step.constrained] = True
         if is_special.any():
             self._sample_again(step, logits, np.flatnonzero(is_special), masks)
@@ -169,11 +165,13 @@ class CudaRunner(ModelRunner):
         which = np.flatnonzero(step.samples)
         failures = sampling.processors.take_failures(step.rows[which])
         k = int(sampling.num_logprobs[step.rows[which]].max()) if len(which) else -1
-        if k < 0:
-            return Sampled(tokens, which, failures=failures)
-        index = self._on_device(which)
-        logprobs = self.kernels.logprobs(logits[index], tokens[index], k)
+        # Of all requests: a gather of those that want them would take longer on the host.
+        logprobs = self._logprobs(logits[: len(tokens)], tokens, k) if k >= 0 else None
         return Sampled(tokens, which, logprobs, failures)
+
+    def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:
+        records: torch.Tensor = self.kernels.logprobs(logits, token_ids, k)
+        return records
 
     def _sample_again(
         self,

@@ -22,7 +22,7 @@ from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.sampler import sample
-from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
+from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.output import IntArray
 from toolkit.speculative.drafter import NO_DRAFT, Drafter, Drafts
 from toolkit.worker.batch_state import BatchState
@@ -31,8 +31,6 @@ from toolkit.worker.kv_cache import KVCache
 from toolkit.worker.sample_points import SamplePoints
 
 PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are in memory at once
-
-Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class PendingOutput:
@@ -65,13 +63,13 @@ class UnsampledOutput(PendingOutput):
 class Sampled:
     """Sampled tokens, on the device.
 
-    The step's sampling requests have the tokens at the indices `which` of `tokens`. `logprobs` are
-    in the same order, if any request asked for them. `failures`: errors of logits processors, by
-    index into `which`; those requests have no token. `counts` and `drafts`: see `ModelOutput`."""
+    The step's sampling requests have the tokens at the indices `which` of `tokens`. `logprobs`:
+    records of all `tokens`, if any request asked for them. `failures`: errors of logits processors,
+    by index into `which`; those requests have no token. `counts` and `drafts`: see `ModelOutput`."""
 
     tokens: torch.Tensor
     which: npt.NDArray[np.int64]
-    logprobs: Logprobs | None = None
+    logprobs: torch.Tensor | None = None
     failures: dict[int, str] = field(default_factory=dict)
     counts: IntArray | None = None
     drafts: IntArray | None = None
@@ -207,14 +205,14 @@ class ModelRunner:
         rows, positions, state = points.rows, points.positions, self.state
         self._set_head_adapters(rows)
         logits = self.model.logits(hidden).float()
-        k = int(state.sampling.num_logprobs[rows].max())
-        raw = logits.clone() if k >= 0 else logits
+        keep = self._keep_logprobs(logits, rows, is_constrained=masks is not None)
         masked = None if masks is None else (points.of_requests(step.constrained), masks)
         tokens = sample(logits, state.sampling, state.token_ids, rows, positions, masked)
         counts, kept = state.commit(points, tokens)
+        logprobs = None if keep is None else keep(tokens)
         if len(kept) < len(tokens):
-            tokens, raw, rows = tokens[kept], raw[kept], rows[kept]
-        logprobs = gather_logprobs(raw, tokens, k) if k >= 0 else None
+            tokens, rows = tokens[kept], rows[kept]
+            logprobs = None if logprobs is None else logprobs[kept]
         failures = state.sampling.processors.take_failures(rows)
         drafts = self._draft(step, points)
         return Sampled(tokens, np.arange(len(kept)), logprobs, failures, counts, drafts)
@@ -241,10 +239,38 @@ class ModelRunner:
         self.state.put_drafts(rows, drafts)
         return drafts
 
+    def _keep_logprobs(
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int32], *, is_constrained: bool
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return a function from sampled tokens to records of these logits. None: none are wanted.
+
+        Sampling may change the logits meanwhile. Records of rows that want none are 0."""
+        sampling = self.state.sampling
+        counts = sampling.num_logprobs[rows]
+        k, wanted = int(counts.max()), np.flatnonzero(counts >= 0)
+        if k < 0:
+            return None
+        if len(wanted) < len(rows):
+            index = torch.from_numpy(wanted).to(self.device)
+            some = logits[index]
+
+            def gather_some(tokens: torch.Tensor) -> torch.Tensor:
+                found = self._logprobs(some, tokens[index], k)
+                return found.new_zeros(len(tokens), found.shape[1]).index_copy_(0, index, found)
+
+            return gather_some
+        changes = is_constrained or bool(sampling.is_special(rows).any())
+        raw = logits.clone() if changes else logits
+        return lambda tokens: self._logprobs(raw, tokens, k)
+
+    def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:
+        """Return records of log-probabilities (`sampling.logprobs`)."""
+        return gather_logprobs(logits, token_ids, k)
+
     def _prompt_logprobs(
         self, step: SchedulerOutput, hidden: torch.Tensor
-    ) -> dict[int, tuple[int, Logprobs]]:
-        """Return (first position, log-probabilities from there on) by index of the request."""
+    ) -> dict[int, tuple[int, torch.Tensor]]:
+        """Return (first position, records from there on) by index of the request."""
         ends = step.num_tokens.cumsum()
         found = {}
         for index in step.prompt_logprobs:
@@ -259,15 +285,14 @@ class ModelRunner:
             start = int(ends[index] - step.num_tokens[index])
             wanted = self.state.token_ids[row, computed + 1 : computed + 1 + count]
             parts = [
-                gather_logprobs(self._logits_of_row(row, part), ids, params.prompt_logprobs)
+                self._logprobs(self._logits_of_row(row, part), ids, params.prompt_logprobs)
                 for part, ids in zip(
                     torch.split(hidden[start : start + count], PROMPT_LOGPROBS_CHUNK),
                     torch.split(wanted, PROMPT_LOGPROBS_CHUNK),
                     strict=True,
                 )
             ]
-            tokens, logprobs, ranks = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-            found[index] = (computed + 1, (tokens, logprobs, ranks))
+            found[index] = (computed + 1, torch.cat(parts))
         return found
 
     def _logits_of_row(self, row: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -279,15 +304,13 @@ class ModelRunner:
         self,
         step: SchedulerOutput,
         sampled: Sampled,
-        prompt_logprobs: dict[int, tuple[int, Logprobs]],
+        prompt_logprobs: dict[int, tuple[int, torch.Tensor]],
         pooled: tuple[list[int], torch.Tensor] | None,
     ) -> PendingOutput:
         """Start the copies to the host. `result` waits for them."""
         tokens = to_host(sampled.tokens)
-        values = [to_host(part) for part in sampled.logprobs] if sampled.logprobs else None
-        prompts = {
-            i: (start, [to_host(part) for part in lp]) for i, (start, lp) in prompt_logprobs.items()
-        }
+        logprobs = None if sampled.logprobs is None else to_host(sampled.logprobs)
+        prompts = {i: (start, to_host(records)) for i, (start, records) in prompt_logprobs.items()}
         samples, vectors = ([], None) if pooled is None else (pooled[0], to_host(pooled[1]))
         wait = copy_barrier(self.device)
 
@@ -296,10 +319,10 @@ class ModelRunner:
             return ModelOutput(
                 step.step,
                 tokens.numpy()[sampled.which].astype(np.int32),
-                _logprobs(values) if values else None,
+                None if logprobs is None else logprobs.numpy()[sampled.which],
                 {
-                    i: PromptLogprobs(start, _logprobs(parts))
-                    for i, (start, parts) in prompts.items()
+                    i: PromptLogprobs(start, records.numpy())
+                    for i, (start, records) in prompts.items()
                 },
                 {} if vectors is None else dict(zip(samples, vectors.numpy(), strict=True)),
                 self.num_compiled(),
@@ -328,10 +351,3 @@ def _single_threaded_torch() -> Iterator[None]:
 
 def _empty_output(step: SchedulerOutput) -> PendingOutput:
     return PendingOutput(lambda: ModelOutput(step.step, np.empty(0, np.int32)))
-
-
-def _logprobs(parts: list[torch.Tensor]) -> TokenLogprobs:
-    tokens, logprobs, ranks = (part.numpy() for part in parts)
-    return TokenLogprobs(
-        tokens.astype(np.int32), logprobs.astype(np.float32), ranks.astype(np.int32)
-    )

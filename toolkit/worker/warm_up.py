@@ -11,7 +11,7 @@ import torch
 from toolkit.hardware.figures import SAMPLING_BYTES
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels.table import Kernels
-from toolkit.sampling.params import MAX_LOGPROBS, SamplingParams
+from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.cuda_runner import CudaRunner
@@ -22,8 +22,6 @@ from toolkit.worker.model_runner import ModelRunner
 
 _RANDOM = SamplingParams(temperature=1.0)
 _CONTEXTS = tuple(64 << i for i in range(7))  # one for each power of two of key splits
-_LOGPROBS = (0, *(2**i - 1 for i in range(1, 7)), MAX_LOGPROBS)
-"""One number for each power of two of the wanted tokens and the sampled one."""
 
 STEP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LONG_MEASUREMENT = 0.5  # seconds
@@ -67,8 +65,6 @@ class WarmUp:
                 return
             with runner.model.with_few_layers():
                 self.run()
-                for count in _LOGPROBS:
-                    self._run_step([1], params=SamplingParams(logprobs=count))
                 self._run_step([1], is_constrained=True)
                 shapes = self._shapes(kernels.row_classes)
                 if runner.backend.is_capturable:

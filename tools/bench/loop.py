@@ -28,6 +28,7 @@ from toolkit.executor import Executor, Pending
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import ModelOutput, SchedulerOutput
+from toolkit.scheduler.output import record_length
 from toolkit.text.tokenizer import load_tokenizer
 from toolkit.worker import WorkerInfo
 from toolkit.worker.operations import Operation
@@ -38,6 +39,7 @@ T = TypeVar("T")
 BATCHES = (1, 4, 16, 64, 256, 1024)
 VOCAB_SIZE = 2048
 BLOCK_SIZE = 16
+MOST_LOGPROBS = 20
 MAX_MODEL_LEN = 1024
 PARTS = ("schedule", "update", "core", "encode", "decode", "process")
 CORE_SIDE = PARTS[:4]
@@ -48,7 +50,7 @@ REPEATS = 3
 
 
 class RandomTokens(Executor):
-    """Returns random tokens at once, without a model."""
+    """Returns random tokens, and records of log-probabilities, at once and without a model."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.info = WorkerInfo(
@@ -66,12 +68,29 @@ class RandomTokens(Executor):
             cache_bytes=0,
             async_scheduling=True,
         )
-        self._tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, 1 << 16, dtype=np.int32)
+        rng = np.random.default_rng(0)
+        self._tokens = rng.integers(3, VOCAB_SIZE, 1 << 16, dtype=np.int32)
+        shape = 1 << 12, record_length(MOST_LOGPROBS)
+        self._records = rng.integers(3, VOCAB_SIZE, shape, dtype=np.int32)
+        self._records[:, 2::2] = (-rng.random(self._records[:, 2::2].shape, np.float32)).view(
+            np.int32
+        )
+        self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
 
     def execute(self, step: SchedulerOutput) -> Pending:
+        for new in step.new_rows:
+            k = new.spec.params.logprobs
+            self._num_logprobs[new.row] = -1 if k is None else k
         count = int(np.count_nonzero(step.samples))
         start = step.step * 97 % (len(self._tokens) - count)
-        return _Completed(ModelOutput(step.step, self._tokens[start : start + count]))
+        output = ModelOutput(step.step, self._tokens[start : start + count])
+        k = int(self._num_logprobs[step.rows[step.samples]].max(initial=-1))
+        if k >= 0:
+            start %= len(self._records) - count
+            records = self._records[start : start + count, : record_length(k)].copy()
+            records[:, 1] = output.token_ids
+            output.logprobs = records
+        return _Completed(output)
 
     def operate(self, operation: Operation) -> Future[None]:
         raise NotImplementedError
@@ -127,7 +146,9 @@ class Stopwatch:
         return call
 
 
-async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float]]:
+async def decode_steps(
+    batch: int, num_steps: int = 400, logprobs: int | None = None
+) -> dict[str, list[float]]:
     """Return the microseconds of each part for every decode step of `batch` requests.
 
     The part `core` excludes the scheduler."""
@@ -136,7 +157,7 @@ async def decode_steps(batch: int, num_steps: int = 400) -> dict[str, list[float
     core, front = EngineCore(config, executor), AsyncLLM(config=config)
     inputs = InputProcessor(MODEL_DIR, load_tokenizer(MODEL_DIR), executor.info)
     front.connect_cores([(_Direct(core), executor.info)], inputs)
-    params = SamplingParams(max_tokens=900, ignore_eos=True, stop_token_ids=[0])
+    params = SamplingParams(max_tokens=900, ignore_eos=True, stop_token_ids=[0], logprobs=logprobs)
     streams = [
         await front.submit(prompt, params)
         for prompt in _prompts([64 + i % 16 for i in range(batch)])
@@ -189,12 +210,20 @@ def main() -> None:
     print(
         f"{'batch':>6}" + "".join(f"{part:>10}" for part in PARTS) + f"{'core side':>12}{'mean':>9}"
     )
-    for batch in BATCHES:
-        spent = asyncio.run(decode_steps(batch))
-        core_side = [sum(parts) for parts in zip(*(spent[part] for part in CORE_SIDE), strict=True)]
-        row = "".join(f"{median(spent[part]):10.1f}" for part in PARTS)
-        print(f"{batch:6}{row}{median(core_side):12.1f}{fmean(core_side):9.1f}")
-    for name, params in (("LLM.generate", {}), ("  with a stop string", {"stop": "\x00\x00"})):
+    for logprobs in (None, 5):
+        if logprobs is not None:
+            print(f"with {logprobs} log-probabilities")
+        for batch in BATCHES:
+            spent = asyncio.run(decode_steps(batch, logprobs=logprobs))
+            parts = zip(*(spent[part] for part in CORE_SIDE), strict=True)
+            core_side = [sum(times) for times in parts]
+            row = "".join(f"{median(spent[part]):10.1f}" for part in PARTS)
+            print(f"{batch:6}{row}{median(core_side):12.1f}{fmean(core_side):9.1f}")
+    for name, params in (
+        ("LLM.generate", {}),
+        ("  with a stop string", {"stop": "\x00\x00"}),
+        ("  with 5 log-probabilities", {"logprobs": 5}),
+    ):
         for num_requests in (16, 256):
             tokens, seconds = offline(num_requests, **params)
             print(

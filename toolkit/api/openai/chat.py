@@ -35,7 +35,7 @@ from toolkit.api.openai.replies import (
     TopLogprob,
 )
 from toolkit.api.openai.schemas import ChatRequest
-from toolkit.engine.outputs import PositionLogprobs
+from toolkit.engine.outputs import LogprobList, PositionLogprobs, unique_pairs
 from toolkit.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
@@ -103,8 +103,7 @@ async def _events(
                 index, ChatDelta(content=delta.text) if parsers is None else parsed
             )
             if delta.logprobs:
-                logprobs = [_logprob(one, tokenizer, top) for one in delta.logprobs]
-                choice.logprobs = ChatLogprobs(logprobs)
+                choice.logprobs = ChatLogprobs(_token_logprobs(delta.logprobs, tokenizer, top))
             if body.return_token_ids:
                 choice.token_ids = delta.token_ids
             yield event(chunk(choice))
@@ -136,7 +135,7 @@ async def _collect(
         token_ids[index] += delta.token_ids
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs or ChatLogprobs([])
-            choice.logprobs.content += [_logprob(one, tokenizer, top) for one in delta.logprobs]
+            choice.logprobs.content += _token_logprobs(delta.logprobs, tokenizer, top)
         if delta.prompt_logprobs is not None:
             prompt_logprobs += prompt_logprobs_json(delta.prompt_logprobs)
         if delta.finish_reason is not None:
@@ -157,15 +156,22 @@ async def _collect(
     return done
 
 
-def _logprob(position: PositionLogprobs, tokenizer: Tokenizer, top: int) -> TokenLogprob:
-    """Return the chosen token and the `top` likeliest, which may include the chosen one."""
-    entries = [
-        TopLogprob(lp.decoded_token, lp.logprob, list(tokenizer.token_bytes(token)))
-        for token, lp in position.items()
-    ]
-    chosen = entries[0]
-    rank = next(iter(position.values())).rank or 0
-    likeliest = (
-        sorted(entries, key=lambda e: -e.logprob)[:top] if rank <= top else entries[1 : top + 1]
-    )
-    return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, likeliest)
+def _token_logprobs(
+    positions: LogprobList[PositionLogprobs], tokenizer: Tokenizer, top: int
+) -> list[TokenLogprob]:
+    """Return each chosen token and the `top` likeliest, which may include the chosen one."""
+    text_of, bytes_of = tokenizer.token_text, tokenizer.token_byte_list
+    found = []
+    for record in positions.records():
+        entries = [
+            TopLogprob(text_of(token), logprob, bytes_of(token))
+            for token, logprob in unique_pairs(record)
+        ]
+        chosen = entries[0]
+        likeliest = (
+            sorted(entries, key=lambda e: -e.logprob)[:top]
+            if record[0] <= top
+            else entries[1 : top + 1]
+        )
+        found.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, likeliest))
+    return found

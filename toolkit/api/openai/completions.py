@@ -31,7 +31,7 @@ from toolkit.api.openai.replies import (
     CompletionLogprobs,
 )
 from toolkit.api.openai.schemas import CompletionRequest
-from toolkit.engine.outputs import Delta, PositionLogprobs
+from toolkit.engine.outputs import Delta, LogprobList, PositionLogprobs, unique_pairs
 from toolkit.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
@@ -132,7 +132,9 @@ class _ChoiceBuilder:
         self, group: AnswerGroup, body: CompletionRequest, tokenizer: Tokenizer | None
     ) -> None:
         self.num_choices = len(group.streams) * group.n
-        self.prompt_logprobs: list[list[PositionLogprobs | None]] = [[] for _ in group.streams]
+        self.prompt_logprobs: list[LogprobList[PositionLogprobs | None]] = [
+            LogprobList(tokenizer) for _ in group.streams
+        ]
         self._group, self._body, self._tokenizer = group, body, tokenizer
         self._has_begun = [False] * self.num_choices
         self._offsets = [0] * self.num_choices
@@ -142,7 +144,7 @@ class _ChoiceBuilder:
         """Return what a delta adds to a choice; None if there is nothing to send yet."""
         body, prompt = self._body, choice // self._group.n
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs[prompt] += delta.prompt_logprobs
+            self.prompt_logprobs[prompt].extend(delta.prompt_logprobs)
         if not delta.token_ids and delta.finish_reason is None:
             return None
         part = CompletionChoice(choice, "", None, delta.finish_reason, delta.stop_reason)
@@ -158,9 +160,7 @@ class _ChoiceBuilder:
         if body.return_token_ids:
             part.token_ids = delta.token_ids
         if delta.logprobs is not None:
-            self._logprob_sums[choice] += sum(
-                next(iter(position.values())).logprob for position in delta.logprobs
-            )
+            self._logprob_sums[choice] += sum(delta.logprobs.chosen())
             part.logprobs = part.logprobs or CompletionLogprobs([], [], [], [])
             self._add_logprobs(part.logprobs, delta.logprobs, choice)
         return part
@@ -199,37 +199,36 @@ class _ChoiceBuilder:
     def _add_logprobs(
         self,
         logprobs: CompletionLogprobs,
-        positions: list[PositionLogprobs | None] | list[PositionLogprobs],
+        positions: LogprobList[PositionLogprobs] | LogprobList[PositionLogprobs | None],
         choice: int,
         prompt: list[int] | None = None,
     ) -> None:
-        """Append `positions`. With `prompt`, the first position is None: it has no logprob."""
-        offset, tokenizer = self._offsets[choice], self._tokenizer
+        """Append `positions`, those of a prompt with `prompt`: its first token has no logprob."""
+        if positions.starts_prompt:
+            assert prompt, "only a prompt has a token without a log-probability"
+            self._add_token(logprobs, prompt[0], choice)
+            logprobs.token_logprobs.append(None)
+            logprobs.top_logprobs.append(None)
         top = self._body.logprobs or 0
-        for position in positions:
-            if position is None:
-                assert prompt is not None, "only a prompt's first token has no log-probability"
-                token = prompt[0]
-                text = tokenizer.token_text(token) if tokenizer is not None else ""
-                logprobs.token_logprobs.append(None)
-                logprobs.top_logprobs.append(None)
-            else:
-                token, chosen = next(iter(position.items()))
-                text = chosen.decoded_token
-                reported = list(position.values())[: top + 1]
-                logprobs.token_logprobs.append(chosen.logprob)
-                logprobs.top_logprobs.append(
-                    {lp.decoded_token: lp.logprob for lp in reversed(reported)}
-                )
-            logprobs.tokens.append(text)
-            logprobs.text_offset.append(offset)
-            is_hidden = (
-                self._body.skip_special_tokens
-                and tokenizer is not None
-                and tokenizer.is_special(token)
+        for record in positions.records():
+            self._add_token(logprobs, record[1], choice)
+            logprobs.token_logprobs.append(record[2])
+            reported = unique_pairs(record)[: top + 1]
+            logprobs.top_logprobs.append(
+                {self._text_of(token): logprob for token, logprob in reversed(reported)}
             )
-            offset += 0 if is_hidden else len(text)
-        self._offsets[choice] = offset
+
+    def _add_token(self, logprobs: CompletionLogprobs, token: int, choice: int) -> None:
+        text, tokenizer = self._text_of(token), self._tokenizer
+        logprobs.tokens.append(text)
+        logprobs.text_offset.append(self._offsets[choice])
+        is_hidden = (
+            self._body.skip_special_tokens and tokenizer is not None and tokenizer.is_special(token)
+        )
+        self._offsets[choice] += 0 if is_hidden else len(text)
+
+    def _text_of(self, token: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.token_text(token)
 
 
 def _append(choice: CompletionChoice, part: CompletionChoice) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,7 +150,9 @@ def check_num_logprobs(name: str, num_tokens: int, logprobs: int) -> None:
         )
 
 
-def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs_json(
+    positions: Iterable[PositionLogprobs | None],
+) -> list[dict[str, Any] | None]:
     """Return prompt log-probabilities by token id, in vLLM's format."""
     return [
         None
