@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +17,17 @@ from tests import checkpoints
 from toolkit import LLM, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.engine.core import EngineCore
-from toolkit.engine.messages import Abort, EngineOutput, EngineOutputs, EngineRequest
+from toolkit.engine.messages import (
+    Abort,
+    EngineOutput,
+    EngineOutputs,
+    EngineRequest,
+    LogprobRecords,
+)
 from toolkit.engine.output_processor import OutputCollector, OutputProcessor
-from toolkit.engine.outputs import Delta
+from toolkit.engine.outputs import Delta, Logprob, LogprobList, pack_record
+from toolkit.executor import Pending
+from toolkit.scheduler import SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import Tokenizer
 from tools.bench.loop import RandomTokens
@@ -244,3 +255,140 @@ class TestDeltas:
         outputs.remove(state.id)
         changes = outputs.process(columns({0: 70}), 1.0)
         assert (state.next_delta(), changes.gaps) == (None, {})
+
+
+class Numbered(RandomTokens):
+    """After a token t, t + 1, t + 2, … are the likeliest. Log-probabilities are -t, -t - 1, …"""
+
+    def execute(self, step: SchedulerOutput) -> Pending:
+        pending = super().execute(step)
+        output = pending.result()
+        if output.logprobs is not None:
+            count = output.logprobs.shape[1] // 2
+            tokens = output.token_ids[:, None] + np.arange(count, dtype=np.int32)
+            output.logprobs[:, 0] = 1
+            output.logprobs[:, 1::2] = tokens
+            output.logprobs[:, 2::2] = (-tokens.astype(np.float32)).view(np.int32)
+        return pending
+
+
+def numbered(token: int, k: int) -> dict[int, Logprob]:
+    """Return what `Numbered` reports for a token, without texts."""
+    return {token + i: Logprob(-float(token + i), i or 1, "") for i in range(1 + k)}
+
+
+class TestLogprobs:
+    def test_each_sequence_of_a_step_gets_as_many_as_it_wants(self):
+        """Two clients, and sequences that want 0, 1, 5, 20 and none, of different lengths."""
+        core = EngineCore(EngineConfig.from_settings({"max_num_seqs": 8}), Numbered(8))
+        wanted = {0: (5, None, 0), 3: (20, None, 1, 5)}
+        outputs = {client: OutputProcessor(None) for client in wanted}
+        collected: dict[tuple[int, int], OutputCollector] = {}
+        states = []
+        for client, counts in wanted.items():
+            for i, k in enumerate(counts):
+                request = request_of(i, client=client, logprobs=k, max_tokens=6 + 3 * i)
+                state = outputs[client].add(request, None)
+                collected[client, i] = OutputCollector.of(state)
+                states.append((client, i, state))
+                core.add(request)
+        sizes = Counter()
+        while core.has_work:
+            for client, message in core.step().items():
+                if message.logprobs is not None:
+                    sizes[message.logprobs.size] += 1
+                    num_records = len(message.logprobs.split())
+                    assert num_records * 8 == len(message.numbers)
+                outputs[client].process(message, 0.0)
+            for client, i, state in states:
+                while (delta := state.next_delta()) is not None:
+                    collected[client, i].add(delta)
+        for (client, i), collector in collected.items():
+            (output,) = collector.output.outputs
+            k = wanted[client][i]
+            assert len(output.token_ids) == 6 + 3 * i
+            if k is None:
+                assert output.logprobs is None
+            else:
+                assert output.logprobs == [numbered(token, k) for token in output.token_ids]
+                assert output.cumulative_logprob == -float(sum(output.token_ids))
+        assert len(sizes) > 1  # fewer once the sequence that wants 20 has ended
+
+    def test_unread_ones_are_merged(self, tokenizer):
+        outputs = OutputProcessor(tokenizer)
+        state = outputs.add(request_of(n=2, logprobs=1), None)
+        other = outputs.add(request_of(2), None)
+        tokens = LETTERS.encode("several words")
+        seen: list[Delta] = []
+        for step, token in enumerate(tokens):
+            message = columns({0: token, 1: token + 1, 2: token})
+            data = b"".join(
+                pack_record(1, [(t, -0.1 * step), (t + 1, -1.0), (t + 2, -2.0)])
+                for t in (token, token + 1, token)
+            )
+            message.logprobs = LogprobRecords(len(data) // 3, data)
+            outputs.process(message, float(step))
+            if step % 4 == 3:
+                seen += [state.next_delta(), state.next_delta()]
+        seen += [state.next_delta(), state.next_delta()]
+        for index in range(2):
+            found = [p for delta in seen if delta.index == index for p in delta.logprobs]
+            assert [list(position) for position in found] == [
+                [token + index, token + index + 1] for token in tokens
+            ]
+            first = next(iter(found[3].values()))
+            assert first.logprob == float(np.float32(-0.1 * 3))
+            assert first.decoded_token == tokenizer.token_text(tokens[3] + index)
+        assert max(len(delta.logprobs) for delta in seen) == 4
+        assert other.next_delta().logprobs is None
+
+    def test_a_stop_string_ends_them(self, tokenizer):
+        outputs = OutputProcessor(tokenizer)
+        state = outputs.add(request_of(stop=["b"], logprobs=0), None)
+        for letter in "ab":
+            (token,) = LETTERS.encode(letter)
+            message = columns({0: token})
+            message.logprobs = LogprobRecords(12, pack_record(1, [(token, -1.0)]))
+            outputs.process(message, 0.0)
+        delta = state.next_delta()
+        assert (delta.text, delta.finish_reason) == ("a", "stop")
+        assert [list(position) for position in delta.logprobs] == [[t] for t in delta.token_ids]
+
+    def test_the_sum_does_not_depend_on_how_deltas_were_merged(self, tokenizer):
+        values = np.random.default_rng(3).standard_normal(50).astype(np.float32).tolist()
+        records = [pack_record(2, [(70, value), (71, 0.5)]) for value in values]
+        expected = 0.0
+        for value in values:
+            expected += value
+        for length in (1, 7, 50):
+            collector = OutputCollector.of(OutputProcessor(None).add(request_of(), None))
+            for at in range(0, 50, length):
+                data = b"".join(records[at : at + length])
+                collector.add(Delta(0, "", [], LogprobList(None, 20, data)))
+            assert collector.output.outputs[0].cumulative_logprob == expected
+
+    @pytest.mark.parametrize("starts_prompt", [False, True])
+    def test_a_lazy_list_behaves_like_a_list(self, tokenizer, starts_prompt):
+        records = [pack_record(1 + i % 2, [(65 + i, -0.5), (65, -0.25)]) for i in range(5)]
+        lazy = LogprobList(tokenizer, 20, b"".join(records), starts_prompt=starts_prompt)
+        text = tokenizer.token_text
+        plain = [None] if starts_prompt else []
+        plain.append({65: Logprob(-0.5, 1, text(65))})
+        for i in range(1, 5):
+            chosen, other = Logprob(-0.5, 1 + i % 2, text(65 + i)), Logprob(-0.25, 1, text(65))
+            plain.append({65 + i: chosen, 65: other})
+        assert lazy == plain
+        assert plain == lazy
+        assert lazy != plain[1:]
+        assert (len(lazy), list(lazy), repr(lazy)) == (len(plain), plain, repr(plain))
+        assert [lazy[i] for i in range(-len(plain), len(plain))] == plain * 2
+        assert (lazy[1:3], lazy[::-2], lazy[9:]) == (plain[1:3], plain[::-2], [])
+        assert (plain[2] in lazy, lazy.index(plain[2])) == (True, 2)
+        assert [*reversed(lazy)] == plain[::-1]
+        for index in (len(plain), -len(plain) - 1):
+            with pytest.raises(IndexError):
+                lazy[index]
+        assert type(pickle.loads(pickle.dumps(lazy))) is list
+        assert copy.deepcopy(lazy) == plain
+        assert not LogprobList(tokenizer)
+        assert LogprobList(tokenizer) == []

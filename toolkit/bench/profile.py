@@ -27,10 +27,10 @@ class ProfiledLLM(LLM):
 
     before_step: Callable[[], None] | None = None
 
-    def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> None:
+    def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> bool:
         if self.before_step is not None:
             self.before_step()
-        super()._step(on_step)
+        return super()._step(on_step)
 
 
 class _ProfileWindow:

@@ -126,9 +126,8 @@ class LLM:
         progress = _Progress(len(requests)) if use_tqdm else None
         failures = []
         try:
-            for id, delta in self._run(
-                states, woken, progress.add_step if progress is not None else None
-            ):
+            on_step = progress.add_step if progress is not None else None
+            for id, delta in self._run(states, woken, on_step, in_bulk=True):
                 collected[id].add(delta)
                 if delta.error is not None:
                     failures.append(f"request {id}: {delta.error}")
@@ -309,24 +308,29 @@ class LLM:
         states: Sequence[RequestState],
         woken: deque[RequestState],
         on_step: Callable[[EngineOutputs], None] | None = None,
+        *,
+        in_bulk: bool = False,
     ) -> Iterator[tuple[str, Delta]]:
         """Yield (request id, delta) until all of these requests have ended.
 
         Several such loops may be open. The output of one loop's requests is kept while another
-        runs."""
+        runs. `in_bulk`: let deltas grow until a sequence ends, which takes less time per token."""
         unfinished = sum(len(state.sequences) for state in states)
         while unfinished:
-            while not woken:
-                self._step(on_step)
-            state = woken.popleft()
-            delta = state.next_delta()
-            if delta is not None:
-                unfinished -= delta.finish_reason is not None
-                yield state.id, delta
+            has_ended = not in_bulk
+            while not (woken and has_ended):
+                has_ended = self._step(on_step) or not in_bulk
+            for _ in range(len(woken) if in_bulk else 1):
+                state = woken.popleft()
+                delta = state.next_delta()
+                if delta is not None:
+                    unfinished -= delta.finish_reason is not None
+                    yield state.id, delta
         while self._core.has_work and not self._outputs.requests:
             self._step(on_step)
 
-    def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> None:
+    def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> bool:
+        """Run a step. Return True if a sequence has ended."""
         self._require_running()
         try:
             message = self._core.step()[0]
@@ -340,6 +344,7 @@ class LLM:
             self._core.abort(Abort(changes.stopped))
         if on_step is not None:
             on_step(message)
+        return bool(changes.finished)
 
     def _abort(self, ids: list[str]) -> None:
         """End the requests that are still running."""

@@ -234,7 +234,6 @@ class OutputProcessor:
             gaps[last] = gaps.get(last, 0) + 1
             sequence.last_token = now
             sequence.token_ids.append(token)
-            logprobs = self._list_of(record, sequence) if sequence.record_size else None
             if sequence.stream is not None:
                 text = sequence.stream.add_one(token)
             elif sequence.detokenizer is None:
@@ -242,7 +241,7 @@ class OutputProcessor:
             else:
                 text, stop = sequence.detokenizer.add([token], False)
                 if stop is not None:
-                    stopped = Delta(sequence.index, text, [token], logprobs)
+                    stopped = Delta(sequence.index, text, [token], self._list_of(record, sequence))
                     self._stop(sequence, stopped, stop, changes)
                     continue
             delta = sequence.delta
@@ -252,7 +251,7 @@ class OutputProcessor:
                     sequence.index,
                     text,
                     [token],
-                    logprobs,
+                    self._list_of(record, sequence),
                     num_cached_tokens=request.num_cached_tokens,
                 )
                 request.unread.append(sequence)
@@ -260,8 +259,10 @@ class OutputProcessor:
             else:
                 delta.text += text
                 delta.token_ids.append(token)
-                if logprobs is not None:
-                    delta.logprobs = _joined(delta.logprobs, logprobs)
+                if delta.logprobs is not None:
+                    delta.logprobs.append_record(record[: sequence.record_size])
+                elif sequence.record_size:
+                    delta.logprobs = self._list_of(record, sequence)
 
     def _process_one(
         self, sequence: SequenceState, output: EngineOutput, now: float, changes: StepChanges
@@ -342,8 +343,14 @@ class OutputProcessor:
             return output.token_ids[:-1]
         return output.token_ids
 
-    def _list_of(self, record: bytes, sequence: SequenceState) -> LogprobList[PositionLogprobs]:
-        """Return the list of one record, without what other sequences of the step want."""
+    def _list_of(
+        self, record: bytes, sequence: SequenceState
+    ) -> LogprobList[PositionLogprobs] | None:
+        """Return the list of one record, without what other sequences of the step want.
+
+        None if the sequence wants no log-probabilities."""
+        if not sequence.record_size:
+            return None
         record = record[: sequence.record_size]
         return LogprobList(self.tokenizer, len(record), record)
 

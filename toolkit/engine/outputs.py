@@ -49,6 +49,10 @@ class LogprobList(Sequence[Position]):
         self._tokenizer, self._size, self._data = tokenizer, size, bytearray(data)
         self.starts_prompt = starts_prompt
 
+    def append_record(self, record: bytes) -> None:
+        """Append a position. There is one already."""
+        self._data += record
+
     def extend(self, later: LogprobList[Position]) -> None:
         """Append later positions."""
         self._size = self._size or later._size

@@ -168,9 +168,10 @@ class Tokenizer:
         """Return a token's part of the text, in UTF-8. A token can be a part of a character."""
         return self._all_bytes[token_id]
 
-    def token_byte_list(self, token_id: int) -> list[int]:
-        """Return `token_bytes` as a list that is shared: read only."""
-        return self._byte_lists[token_id]
+    @property
+    def byte_lists(self) -> Mapping[int, list[int]]:
+        """`token_bytes` by token id, as lists that are shared: read only."""
+        return self._byte_lists
 
     def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
         """Return `token_bytes` by token id. Special tokens to skip are empty."""

@@ -35,7 +35,7 @@ from toolkit.api.openai.replies import (
     TopLogprob,
 )
 from toolkit.api.openai.schemas import ChatRequest
-from toolkit.engine.outputs import LogprobList, PositionLogprobs, unique_pairs
+from toolkit.engine.outputs import LogprobList, PositionLogprobs
 from toolkit.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
@@ -160,18 +160,20 @@ def _token_logprobs(
     positions: LogprobList[PositionLogprobs], tokenizer: Tokenizer, top: int
 ) -> list[TokenLogprob]:
     """Return each chosen token and the `top` likeliest, which may include the chosen one."""
-    text_of, bytes_of = tokenizer.token_text, tokenizer.token_byte_list
+    texts, byte_lists = tokenizer.text_table(False), tokenizer.byte_lists
     found = []
     for record in positions.records():
-        entries = [
-            TopLogprob(text_of(token), logprob, bytes_of(token))
-            for token, logprob in unique_pairs(record)
+        (rank, token, logprob), shown = record[:3], record[3 : 3 + 2 * top]
+        text, as_bytes = texts[token] or "", byte_lists[token]
+        likeliest = [
+            TopLogprob(texts[other] or "", value, byte_lists[other])
+            for other, value in zip(shown[::2], shown[1::2], strict=True)
         ]
-        chosen = entries[0]
-        likeliest = (
-            sorted(entries, key=lambda e: -e.logprob)[:top]
-            if record[0] <= top
-            else entries[1 : top + 1]
-        )
-        found.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, likeliest))
+        if rank <= top and shown[0] != token:  # among equally likely ones, the chosen is first
+            others = zip(shown[::2], likeliest, strict=True)
+            chosen = TopLogprob(text, logprob, as_bytes)
+            likeliest = [chosen, *(one for other, one in others if other != token)]
+            likeliest.sort(key=lambda one: -one.logprob)
+            del likeliest[top:]
+        found.append(TokenLogprob(text, logprob, as_bytes, likeliest))
     return found
