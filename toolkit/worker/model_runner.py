@@ -65,7 +65,7 @@ class Sampled:
 
     The step's sampling requests have the tokens at the indices `which` of `tokens`. `logprobs`:
     records of all `tokens`, if any request asked for them. `failures`: errors of logits processors,
-    by index into `which`; those requests have no token. `counts` and `drafts`: see `ModelOutput`."""
+    by index into `which`; those have no token. `counts` and `drafts`: see `ModelOutput`."""
 
     tokens: torch.Tensor
     which: npt.NDArray[np.int64]
