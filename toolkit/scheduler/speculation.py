@@ -1,4 +1,4 @@
-"""How many drafts a step verifies: as many as are expected to make it faster."""
+"""Choice of how many drafts a step verifies: as many as are expected to make it faster."""
 
 from collections.abc import Sequence
 

@@ -17,7 +17,7 @@ ACCEPTED = frozenset(
         # versions of the interface
         "anthropic_beta", "anthropic_version", "betas",
         # hints about speed and style
-        "eager_input_streaming", "include_obfuscation", "prediction", "task_budget", "verbosity",
+        "eager_input_streaming", "include_obfuscation", "task_budget", "verbosity",
         # conversations are not shortened: one that is too long is an error
         "context_management",
         # every tool is shown to the model, which calls it directly
