@@ -315,7 +315,7 @@ def sample(
     positions: Tensor,
     floats: Tensor,
     ints: Tensor,
-    token_ids: Tensor,
+    token_ids: Tensor | None,
     out: Tensor,
 ) -> None:
     """Choose tokens, and write them into `out` and the state. See `triton.sampling.sample`."""
@@ -326,7 +326,8 @@ def sample(
         temperature, top_p, min_p = floats[row, :3].tolist()
         top_k, seed = ints[row, :2].tolist()
         out[entry] = choose(logits[entry], temperature, top_k, top_p, min_p, seed, position)
-        token_ids[row, position] = out[entry].clamp(min=0)
+        if token_ids is not None:
+            token_ids[row, position] = out[entry].clamp(min=0)
 
 
 def choose(

@@ -22,6 +22,7 @@ class Kernels:
             all_reduce,
             attention,
             bitmask,
+            drafts,
             embedding,
             grouped_layout,
             inputs,
@@ -73,6 +74,11 @@ class Kernels:
         # Batch state
         self.copy_runs = inputs.copy_runs
         self.expand_inputs = inputs.expand_inputs
+
+        # Drafts
+        self.locate_points = drafts.locate_points
+        self.accept_drafts = drafts.accept_drafts
+        self.look_up_drafts = drafts.look_up_drafts
 
         # All-reduce
         self.peer_buffer_bytes = all_reduce.buffer_bytes

@@ -49,7 +49,7 @@ def sample(
     positions: Tensor,
     floats: Tensor,
     ints: Tensor,
-    token_ids: Tensor,
+    token_ids: Tensor | None,
     out: Tensor,
 ) -> None:
     """Choose a token from each row of logits, and write it into `out` and into the state.
@@ -58,7 +58,7 @@ def sample(
     each entry's row of the state and the position of its token. Entries at negative positions are
     skipped and have -2 in `out`. floats: fp32 `[num_rows, 6]`, the first three are temperature,
     top-p and min-p; ints: int64 `[num_rows, 3]`, the first two are top-k and seed; token_ids: int32
-    `[num_rows, max_len]`, receives the token at `[row, position]`; out: int32 `[n]`.
+    `[num_rows, max_len]` or None, receives the token at `[row, position]`; out: int32 `[n]`.
 
     Temperature 0 chooses the greatest logit, the first of equals. Top-k is off at 0, and keeps ties
     at the k-th place. Top-p applies to the tokens that pass top-k and min-p. If a logit is NaN or
@@ -113,7 +113,7 @@ def sample(
         logits.stride(0),
         floats.stride(0),
         ints.stride(0),
-        token_ids.stride(0),
+        0 if token_ids is None else token_ids.stride(0),
         vocab,
         readable,
         num_blocks,
@@ -380,7 +380,8 @@ def _choose_kernel(
         else:
             _, chosen = _first(times, winners)
     tl.store(out_ptr + entry, chosen)
-    tl.store(token_ptr + row * token_stride + position, tl.maximum(chosen, 0))
+    if token_ptr is not None:
+        tl.store(token_ptr + row * token_stride + position, tl.maximum(chosen, 0))
 
 
 @triton.jit

@@ -2,10 +2,10 @@
 
 import pytest
 
-from toolkit.worker.warm_up import WarmUp
+from toolkit.scheduler.speculation import StepCosts
 
 
 @pytest.fixture(autouse=True)
 def all_drafts_pay(monkeypatch: pytest.MonkeyPatch):
     """Verify all drafts: what steps of a tiny model take would decide otherwise."""
-    monkeypatch.setattr(WarmUp, "step_seconds", lambda self: [])
+    monkeypatch.setattr(StepCosts, "useful", lambda self, num_drafts, *others: num_drafts)

@@ -68,7 +68,9 @@ class EngineCore:
             num_stages=config.parallel.pipeline_parallel_size,
             max_loras=config.lora.max_loras,
             most_drafts=info.most_drafts,
+            most_step_drafts=info.most_step_drafts,
             step_seconds=info.step_seconds,
+            verify_seconds=info.verify_seconds,
         )
         in_memory = config.lora.num_in_memory
         self._adapters = AdapterLoads(executor.operate, in_memory, info.adapters[:in_memory])
@@ -450,7 +452,8 @@ def _to_output(step_result: StepResult, result: ModelOutput) -> EngineOutput:
     output = EngineOutput(
         request.number, [] if step_result.token_id is None else [step_result.token_id]
     )
-    if request.finish_reason is not None and step_result.prompt_logprobs is None:
+    is_end = step_result.is_newest and step_result.prompt_logprobs is None
+    if request.finish_reason is not None and is_end:
         if request.spec.is_final_only:
             output.token_ids = request.output_token_ids
         output.finish_reason = request.finish_reason.value

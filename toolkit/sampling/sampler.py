@@ -33,6 +33,7 @@ def sample(
     lengths: IntArray,
     masked: tuple[npt.NDArray[np.int64], Masks] | None = None,
     kernels: Kernels | None = None,
+    there: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the next tokens [n]; -1 where the logits are not finite.
 
@@ -41,11 +42,12 @@ def sample(
     of the sampled token. masked: indices of requests with a grammar, and their masks.
 
     With the device's `kernels` the tokens are int32, and are written into `token_ids`; else they
-    are int64."""
+    are int64. there: rows and lengths on the device, int32 [n], where the host's lengths are only
+    upper bounds; the tokens are then not written."""
     steps = (
         _TorchSteps(state, token_ids, rows, lengths)
         if kernels is None
-        else _KernelSteps(kernels, state, token_ids, rows, lengths)
+        else _KernelSteps(kernels, state, token_ids, rows, lengths, there)
     )
     if state.processors.asked[rows].any():
         state.processors.apply(logits, token_ids, rows, lengths)
@@ -91,22 +93,26 @@ class _KernelSteps:
         token_ids: torch.Tensor,
         rows: IntArray,
         lengths: IntArray,
+        there: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         device = token_ids.device
-        self._kernels = kernels
-        self._rows = to_device(torch.from_numpy(rows), device)
-        self._lengths = to_device(torch.from_numpy(lengths), device)
-        self._tables = state.floats, state.ints, token_ids
+        self._kernels, self._token_ids = kernels, token_ids
+        self._writes = there is None
+        self._rows, self._lengths = there or (
+            to_device(torch.from_numpy(one), device) for one in (rows, lengths)
+        )
+        self._tables = state.floats, state.ints
 
     def penalize(self, logits: torch.Tensor) -> None:
-        self._kernels.penalize(logits, self._rows, self._lengths, *self._tables)
+        self._kernels.penalize(logits, self._rows, self._lengths, *self._tables, self._token_ids)
 
     def mask(self, logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
         self._kernels.mask_logits(logits, index, masks)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        self._kernels.sample(logits, self._rows, self._lengths, *self._tables, out)
+        target = self._token_ids if self._writes else None
+        self._kernels.sample(logits, self._rows, self._lengths, *self._tables, target, out)
         return out
 
 

@@ -34,14 +34,16 @@ class LiveRequests:
         num_stages: int = 1,
         max_loras: int = 0,
         most_drafts: int = 0,
+        most_step_drafts: int = 0,
         step_seconds: Sequence[tuple[int, float]] = (),
+        verify_seconds: Sequence[tuple[int, float]] = (),
     ) -> None:
         """`chunks_prompts`: a prompt may span several steps; else a long one gets its own step.
 
         `num_stages`: pipeline stages; that many steps in flight have different requests.
         `max_loras`: adapters that running requests may have.
-        `most_drafts`: drafts that a request computes in one step. `step_seconds`: what steps
-        of some numbers of tokens take; without it all drafts are computed."""
+        `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
+        do. `step_seconds`, `verify_seconds`: see `StepCosts`."""
         self.block_size = block_size
         self.num_stages = num_stages
         self.chunks_prompts = chunks_prompts
@@ -69,7 +71,8 @@ class LiveRequests:
         self._suspects: list[Request] = []
         self._num_unexplained_failures = 0
         self._rank = POLICIES[policy]
-        self.step_costs = StepCosts(step_seconds)
+        self.most_step_drafts = most_step_drafts or max_num_seqs * most_drafts
+        self.step_costs = StepCosts(step_seconds, verify_seconds)
         self._num_steps = 0
         self._num_arrivals = 0
         self._stats = EngineStats()

@@ -80,7 +80,7 @@ class Planner(LiveRequests):
             decoding = np.flatnonzero(num_tokens == 1)
             num_tokens[decoding[self._stage_share(len(decoding)) :]] = 0
         if has_drafts := bool(np.count_nonzero(rows.drafts.take(where))):
-            num_tokens += self._num_drafts(where, num_tokens)
+            num_tokens += self._num_drafts(where, num_tokens, self.most_step_drafts)
         total = int(np.add.reduce(num_tokens))
         if total > step.budget:
             before = num_tokens.cumsum() - num_tokens
@@ -178,16 +178,20 @@ class Planner(LiveRequests):
             if victim is request:
                 return False
 
-    def _num_drafts(self, rows: RowArray, num_tokens: IntArray) -> IntArray:
-        """Return how many drafts to add to the tokens of these rows [n]."""
+    def _num_drafts(self, rows: RowArray, num_tokens: IntArray, most: int) -> IntArray:
+        """Return how many drafts to add to the tokens of these rows [n], `most` in all."""
         table = self._rows
         offered = table.more_drafts(rows, num_tokens)
-        return self.step_costs.useful(offered, table.rates.of(rows), int(num_tokens.sum()))
+        drafts = self.step_costs.useful(offered, table.rates.of(rows), int(num_tokens.sum()))
+        if drafts.sum() > most:
+            drafts = np.clip(most - (drafts.cumsum() - drafts), 0, drafts).astype(np.int32)
+        return drafts
 
     def _add_drafts(self, request: Request, num_tokens: int, step: StepBuilder) -> int:
         """Return how many drafts to add. They get blocks that are free, and preempt no request."""
         row = np.array([request.row])
-        drafts = int(self._num_drafts(row, np.array([num_tokens], np.int32))[0])
+        most = self.most_step_drafts - sum(step.num_drafts)
+        drafts = int(self._num_drafts(row, np.array([num_tokens], np.int32), most)[0])
         drafts = min(drafts, step.budget - num_tokens)
         end = request.num_computed_tokens + num_tokens
         room = (len(request.blocks) + self.pool.num_free) * self.block_size - end

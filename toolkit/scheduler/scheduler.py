@@ -74,7 +74,9 @@ class Scheduler(Planner):
             tokens = token_ids[first : first + kept.item(at)].tolist()
             if not request.spec.is_final_only:
                 earlier = enumerate(tokens[:-1], first)
-                others += [StepResult(request, token, sample) for sample, token in earlier]
+                others += [
+                    StepResult(request, token, sample, is_newest=False) for sample, token in earlier
+                ]
             others.append(self._result_of(request, tokens[-1], first + len(tokens) - 1, result))
         return results
 
@@ -119,6 +121,8 @@ class Scheduler(Planner):
                 break
             request.append(token_id)
             results.append(self._result_of(request, token_id, sample, result))
+        for earlier in results[:-1]:
+            earlier.is_newest = False
         return results[-1:] * request.is_finished if request.spec.is_final_only else results
 
     def _result_of(

@@ -49,11 +49,15 @@ class AcceptanceRates:
 class StepCosts:
     """Seconds of a step by its number of tokens, measured before the first request."""
 
-    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
-        """measured: (tokens, seconds), rising. Empty: nothing is known."""
-        self._tokens = np.array([tokens for tokens, _ in measured], np.float64)
-        # A longer step that took less time is noise.
-        self._seconds = np.maximum.accumulate([seconds for _, seconds in measured] or [0.0])
+    def __init__(
+        self, measured: Sequence[tuple[int, float]], verifying: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        """measured: (tokens, seconds), rising. Empty: nothing is known, and all drafts are useful.
+
+        verifying: (requests, seconds), rising, of steps in which all requests are padded to the
+        most drafts; empty: there is no padding."""
+        self._tokens, self._seconds = _columns(measured)
+        self._requests, self._padded = _columns(verifying)
 
     def at(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return seconds, linear between the measured steps and after the last two."""
@@ -71,6 +75,8 @@ class StepCosts:
         rates: [n], acceptance; num_tokens: tokens of the step without drafts."""
         if not len(self._tokens):
             return num_drafts
+        if len(self._requests):
+            return num_drafts * self._pays(num_drafts, rates, num_tokens)
         nth = np.arange(1, num_drafts.max(initial=0) + 1)
         # A draft is worth verifying by the chance that it and all before it are right.
         chances = np.where(nth <= num_drafts[:, None], rates[:, None] ** nth, 0.0)
@@ -84,3 +90,23 @@ class StepCosts:
             (chances >= best_first[best - 1]) & (chances > 0), axis=1
         ).astype(np.int32)
         return useful
+
+    def _pays(
+        self, num_drafts: IntArray, rates: npt.NDArray[np.float64], num_tokens: int
+    ) -> np.bool_:
+        """Return whether all of the drafts bring more tokens per second than none."""
+        num_requests = len(num_drafts)
+        gained = (rates * (1 - rates**num_drafts) / np.maximum(1 - rates, 1e-6)).sum()
+        before, drafted = self.at(np.array([num_tokens, num_tokens + num_drafts.sum()], np.float64))
+        if num_tokens <= num_requests:  # no prompts: a graph of so many requests
+            drafted = np.interp(num_requests, self._requests, self._padded)
+        pays: np.bool_ = (num_requests + gained) * before > num_requests * drafted
+        return pays
+
+
+def _columns(
+    measured: Sequence[tuple[int, float]],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return (sizes, seconds). A larger step that took less time is noise."""
+    sizes = np.array([size for size, _ in measured], np.float64)
+    return sizes, np.maximum.accumulate([seconds for _, seconds in measured] or [0.0])

@@ -24,6 +24,7 @@ class StepResult:
     sample: int = -1  # index of its token among those the step sampled
     prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
+    is_newest: bool = True  # of the request's results in the step, the last: it may be the end
 
 
 @dataclass(slots=True)

@@ -31,27 +31,33 @@ class NgramDrafter:
     def propose(self, rows: npt.NDArray[np.int32]) -> Drafts:
         most = self._config.num_speculative_tokens
         drafts = np.full((len(rows), most), NO_DRAFT, np.int32)
+        sizes = self._config.prompt_lookup_min, self._config.prompt_lookup_max
         for at, row in enumerate(rows.tolist()):
-            found = self._find(row, self._token_ids[row, : self._lengths[row]])
+            tokens = self._token_ids[row, : self._lengths[row]]
+            prediction = self._predictions.get(row, (tokens[:0], 0))
+            found = look_up(tokens, *prediction, most, sizes)
             drafts[at, : len(found)] = found
         return drafts
 
-    def _find(self, row: int, tokens: Tokens) -> Tokens:
-        """Return the drafts that follow a row's tokens, or none."""
-        config, most = self._config, self._config.num_speculative_tokens
-        if row in self._predictions:
-            prediction, num_prompt = self._predictions[row]
-            output = tokens[num_prompt:]
-            if np.array_equal(prediction[: len(output)], output):
-                return prediction[len(output) : len(output) + most]
-            end = match(prediction, tokens, config.prompt_lookup_min, config.prompt_lookup_max)
-            if 0 <= end < len(prediction):
-                return prediction[end : end + most]
-        end = match(tokens[:-1], tokens, config.prompt_lookup_min, config.prompt_lookup_max)
-        if end < 0:
-            return tokens[:0]
-        # A repetition goes on past the end of the tokens: draft j is the token one period earlier.
-        return np.resize(tokens[end:], most)
+
+def look_up(
+    tokens: Tokens, prediction: Tokens, num_prompt_tokens: int, number: int, sizes: tuple[int, int]
+) -> Tokens:
+    """Return up to `number` drafts that follow the tokens. `prediction` may be empty.
+
+    sizes: least and most tokens of a match. An output that begins the prediction continues so."""
+    if len(prediction):
+        output = tokens[num_prompt_tokens:]
+        if np.array_equal(prediction[: len(output)], output):
+            return prediction[len(output) : len(output) + number]
+        end = match(prediction, tokens, *sizes)
+        if 0 <= end < len(prediction):
+            return prediction[end : end + number]
+    end = match(tokens[:-1], tokens, *sizes)
+    if end < 0:
+        return tokens[:0]
+    # A repetition goes on past the end of the tokens: draft j is the token one period earlier.
+    return np.resize(tokens[end:], number)
 
 
 def match(text: Tokens, tokens: Tokens, least: int, most: int) -> int:

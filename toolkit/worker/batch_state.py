@@ -137,12 +137,10 @@ class BatchState:
         place = torch.from_numpy(np.stack((rows, positions))).to(self.device, torch.int64)
         self.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(self.device, torch.int32)
 
-    def commit(
-        self, points: SamplePoints, tokens: torch.Tensor
-    ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.int64]]:
+    def commit(self, points: SamplePoints, tokens: torch.Tensor) -> npt.NDArray[np.int32] | None:
         """Write the tokens [num_points] that follow right drafts, and advance the lengths.
 
-        Returns (number of each request's tokens, or None if it is one; the points of them)."""
+        Returns the number of each request's tokens, or None if it is one."""
         counts, kept = None, np.arange(len(points))
         if len(points) > len(points.which):
             drafts = self.token_ids.numpy()[points.rows, points.positions]
@@ -151,7 +149,7 @@ class BatchState:
         rows, positions = points.rows[kept], points.positions[kept]
         self.put(rows, positions, tokens)
         self.lengths[rows] = positions + 1  # of equal rows, the last counts
-        return counts, kept
+        return counts
 
     def put_drafts(self, rows: IntArray, drafts: IntArray) -> None:
         """Write the rows' drafts [n, most], padded with -1, after their tokens."""

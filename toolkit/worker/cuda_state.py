@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch
+from toolkit.kernels.drafts import LATER, SAMPLES, Points
 from toolkit.kernels.table import Kernels
 from toolkit.lora.gpu_weight import GPUActive, StepAdapters
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
@@ -20,13 +22,22 @@ from toolkit.worker.staging import Staging
 class StepInputs:
     """A step on the device.
 
-    `sample_positions` [num_reqs] int32: position of each request's next token; -1: none is sampled.
-    """
+    `sample_rows`, `sample_positions` int32 [num_reqs], or [num_points] with drafts: rows of the
+    logits, and positions of the tokens to sample; -1: none."""
 
     token_ids: torch.Tensor
     batch: AttentionBatch
+    sample_rows: torch.Tensor
     sample_positions: torch.Tensor
     adapters: StepAdapters | None  # in a step with LoRA adapters
+    points: Points | None  # if steps verify drafts
+
+    @property
+    def wanted(self) -> torch.Tensor:
+        """The tokens that are sampled after, as indices, int64."""
+        if self.points is not None:
+            return self.points.tokens
+        return (self.batch.query_start_loc[1:] - 1).clamp(min=0).long()
 
 
 class CudaBatchState(BatchState):
@@ -44,14 +55,18 @@ class CudaBatchState(BatchState):
         kernels: Kernels,
         processors: Loaded = NO_PROCESSORS,
         active: GPUActive | None = None,
+        most_step_drafts: int = 0,
     ) -> None:
-        """active: LoRA adapters, if there are any."""
+        """active: LoRA adapters, if there are any. most_step_drafts: that a step verifies."""
         super().__init__(num_rows + 1, max_model_len, block_size, device, processors)
         self._copy_runs, self._expand = kernels.copy_runs, kernels.expand_inputs
         self._staging = Staging(device)
         self._num_reqs, self.max_tokens = num_rows, max_tokens
         self.active = active
         sizes = [num_rows, num_rows + 1, num_rows, num_rows, num_rows]
+        self.verifies = most_step_drafts > 0
+        if self.verifies:
+            sizes += [num_rows + 1, num_rows]
         if active is not None:
             # Kernels are compiled for adapters' buffers that begin at 16 bytes.
             sizes += [-sum(sizes) % 4, -(-num_rows // 4) * 4, 2 + active.num_slots]
@@ -64,10 +79,26 @@ class CudaBatchState(BatchState):
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._points: Points | None = None
+        if self.verifies:
+            self.row_lengths = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+            """The rows' numbers of tokens. The host does not know them before a step has ended."""
+            self._locate = kernels.locate_points
+            num_points = num_rows + most_step_drafts
+            places, numbers = torch.zeros(2, num_points, dtype=torch.int32, device=device)
+            self._points = Points(
+                starts=split[5],
+                ends=split[6],
+                seq_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
+                tokens=torch.zeros(num_points, dtype=torch.int64, device=device),
+                rows=places,
+                positions=numbers,
+            )
         self._adapters: StepAdapters | None = None
         if active is not None:
             tokens = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
-            self._adapters = StepAdapters(used=split[7], tokens=tokens, requests=split[6])
+            self._adapters = StepAdapters(used=split[-1], tokens=tokens, requests=split[-2])
+            self._point_adapters = torch.full_like(tokens[: num_rows + most_step_drafts], -1)
 
     def apply(self, step: SchedulerOutput) -> None:
         if step.new_rows:
@@ -96,11 +127,12 @@ class CudaBatchState(BatchState):
         rows = np.array([one.row for one in new], np.int32)
         token_runs, tokens = _runs(rows, [one.token_ids for one in new])
         block_runs, blocks = _runs(rows, [one.blocks for one in new])
-        which, ints, floats, runs, tokens_there, block_runs_there, blocks_there = (
+        which, lengths, ints, floats, runs, tokens_there, block_runs_there, blocks_there = (
             self._staging.send(
                 [
-                    # Twice, so that the 64-bit numbers after them are aligned.
-                    np.concatenate((rows, rows)),
+                    # Even numbers of numbers, so that the 64-bit ones after them are aligned.
+                    rows,
+                    np.array([len(one.token_ids) for one in new], np.int32),
                     sampling.host_ints[rows].view(np.int32),
                     sampling.host_floats[rows].view(np.int32),
                     token_runs,
@@ -110,7 +142,9 @@ class CudaBatchState(BatchState):
                 ]
             )
         )
-        which = which[: len(rows)].to(torch.int64)
+        which = which.to(torch.int64)
+        if self.verifies:
+            self.row_lengths.index_copy_(0, which, lengths)
         sampling.ints.index_copy_(0, which, ints.view(torch.int64).view(-1, 3))
         sampling.floats.index_copy_(0, which, floats.view(torch.float32).view(-1, 6))
         self._copy_runs(self.token_ids, runs.view(-1, 4), tokens_there, int(token_runs[:, 3].max()))
@@ -125,7 +159,7 @@ class CudaBatchState(BatchState):
         """Send a step's numbers to the device, padded to all requests."""
         n, size = len(step.rows), self._num_reqs
         packed = np.empty(self._ends[-1], np.int32)
-        rows, starts, lens, samples, order, *adapters = np.split(packed, self._ends[:-1])
+        rows, starts, lens, samples, order, *others = np.split(packed, self._ends[:-1])
         rows[:n], rows[n:] = step.rows, size
         starts[0] = 0
         np.cumsum(step.num_tokens, out=starts[1 : n + 1])
@@ -136,22 +170,56 @@ class CudaBatchState(BatchState):
         samples[n:] = -1
         order[:n] = np.argsort(-lens[:n])
         order[n:] = np.arange(n, size)
+        if self.verifies:
+            firsts, ends = others[:2]
+            is_late = self.samples_later(step)
+            ends[:n] = np.where(step.samples, np.where(is_late, LATER, SAMPLES), lens[:n])
+            ends[n:] = 0
+            firsts[: n + 1] = first_points(step)
+            firsts[n + 1 :] = firsts[n]
         if self.active is not None:
-            _, index, used = adapters
+            index, used = others[-2:]
             self.active.pack(self.adapters[step.rows], index, used)
         self._staging.send_into(self._packed, [packed])
+
+    def samples_later(self, step: SchedulerOutput) -> npt.NDArray[np.bool_]:
+        """Return which requests sample after the step's graph, from changed logits."""
+        later = step.samples & self.sampling.is_special(step.rows)
+        later[step.constrained] = True
+        return later
+
+    def points(self, shape: StepShape) -> Points:
+        """Return the points of the step that was sent last."""
+        assert self._points is not None, "the steps verify no drafts"
+        starts, ends, seq_lens, *of_points = self._points
+        n, p = shape.num_reqs, shape.num_points
+        return Points(starts[: n + 1], ends[:n], seq_lens[:n], *(one[:p] for one in of_points))
+
+    def rows_sent(self, shape: StepShape) -> torch.Tensor:
+        """Return the rows of the requests of the step that was sent last."""
+        return self._rows[: shape.num_reqs]
 
     def expand(self, shape: StepShape) -> StepInputs:
         """Return the inputs of the step that was sent last."""
         n, tokens = shape.num_reqs, shape.num_tokens
         rows, starts, lens = self._rows[:n], self._query_start_loc[: n + 1], self._seq_lens[:n]
         out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
-        adapters = None
+        adapters = points = None
         if shape.is_adapted:
             assert self._adapters is not None
             adapters = StepAdapters(
                 self._adapters.used, self._adapters.tokens[:tokens], self._adapters.requests[:n]
             )
+        sample_rows, sample_positions = rows, self._sample_positions[:n]
+        of_requests = None if adapters is None else adapters.requests
+        if self._points is not None:
+            points = self.points(shape)
+            sample_rows, sample_positions, lens = points.rows, points.positions, points.seq_lens
+            of_points = None
+            if adapters is not None and of_requests is not None:
+                of_points = of_requests, self._point_adapters[: shape.num_points]
+                adapters = adapters._replace(requests=of_points[1])
+            self._locate(points, rows, starts, self.row_lengths, of_points)
         self._expand(
             rows,
             starts,
@@ -160,7 +228,7 @@ class CudaBatchState(BatchState):
             self.block_table,
             self.block_size,
             out,
-            None if adapters is None else (adapters.requests, adapters.tokens),
+            None if adapters is None or of_requests is None else (of_requests, adapters.tokens),
         )
         batch = AttentionBatch(
             positions=out[1],
@@ -173,7 +241,15 @@ class CudaBatchState(BatchState):
             max_seq_len=shape.max_seq_len,
             order=self._order[:n],
         )
-        return StepInputs(out[0], batch, self._sample_positions[:n], adapters)
+        return StepInputs(out[0], batch, sample_rows, sample_positions, adapters, points)
+
+
+def first_points(step: SchedulerOutput) -> npt.NDArray[np.int64]:
+    """Return the first point of each request, and the number of all: [num_reqs + 1].
+
+    A request has one, and one for each draft."""
+    drafts = step.num_drafts if len(step.num_drafts) else np.zeros_like(step.num_tokens)
+    return np.concatenate(([0], (drafts + 1).cumsum()))
 
 
 def _runs(rows: np.ndarray, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ import torch
 from toolkit.config import EngineConfig, ModelConfig, Speculation
 from toolkit.distributed import Group, parallel
 from toolkit.errors import ConfigError
+from toolkit.kernels.table import kernels_for
 from toolkit.lora.tokenizer import require_same_vocabulary
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
@@ -64,8 +65,12 @@ def check(config: EngineConfig, target: Target) -> Speculation | None:
     problem = None
     if isinstance(described, Encoder) or not has_head(target.config):
         problem = f"{name} generates no text"
-    elif target.device.type != "cpu":
-        problem = "speculative decoding runs on CPUs only so far"
+    elif target.device.type != "cpu" and wanted.model is not None:
+        problem = f"the method {wanted.method} runs on CPUs only so far; on GPUs, ngram does"
+    elif target.device.type != "cpu" and kernels_for(target.device) is None:
+        problem = "on GPUs it needs the package triton"
+    elif target.device.type != "cpu" and config.parallel.pipeline_parallel_size > 1:
+        problem = "on GPUs it does not support --pipeline-parallel-size"
     elif wanted.model is not None and config.parallel.pipeline_parallel_size > 1:
         problem = f"the method {wanted.method} does not support --pipeline-parallel-size"
     if problem is not None:

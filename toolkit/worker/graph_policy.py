@@ -14,6 +14,9 @@ MIXED_TOKENS = (
     8192,
 )  # fmt: skip
 """Padded token counts of captured steps that mix prompts and next tokens."""
+MOST_STEP_DRAFTS = 512
+"""Drafts of all requests of a step. From about as many tokens on, a step computes more than it
+reads, and takes longer with each."""
 SMALL_MIXED = 512  # number of tokens up to which padding costs next to nothing
 MIN_FILL = 0.75  # share of tokens from which a larger captured step is faster than no graph
 MAX_MIXED_CONTEXT = 8192
@@ -29,6 +32,12 @@ class StepShape:
     max_query_len: int
     max_seq_len: int
     is_adapted: bool = False  # some requests may have LoRA adapters
+    num_drafts: int = 0  # that it verifies, at most
+
+    @property
+    def num_points(self) -> int:
+        """Rows of logits: a token of each request, and its drafts."""
+        return min(self.num_tokens, self.num_reqs + self.num_drafts)
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class GraphPolicy:
     """False if no step has a graph: --enforce-eager, or attention that cannot be captured."""
     adapts: bool = False
     """True if there are LoRA adapters. Each graph then has a twin for steps that use some."""
+    most_drafts: int = 0
+    """Drafts of a request in a step. There are then graphs of steps that verify so many of each."""
 
     @property
     def most_requests(self) -> int:
@@ -60,6 +71,21 @@ class GraphPolicy:
         most = self.most_requests
         return *(n for n in (*sizes, *range(576, most, 64)) if n < most), most
 
+    @property
+    def most_step_drafts(self) -> int:
+        """Most drafts of a step."""
+        most = min(self.most_requests * self.most_drafts, MOST_STEP_DRAFTS)
+        return max(0, min(most, self.max_num_tokens - self.most_requests))
+
+    @cached_property
+    def verify_sizes(self) -> tuple[int, ...]:
+        """Numbers of requests of steps that verify drafts, worth capturing."""
+        if not self.most_drafts:
+            return ()
+        most = min(self.most_requests, self.most_step_drafts // self.most_drafts)
+        sizes = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, *range(128, most, 32))
+        return tuple(n for n in sizes if n < most) + (most,) * (most > 0)
+
     @cached_property
     def mixed_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens of mixed steps worth capturing."""
@@ -72,6 +98,7 @@ class GraphPolicy:
         if not self.captures:
             return []
         shapes = [*map(self._decode_shape, self.decode_sizes)]
+        shapes += map(self.verify_shape, self.verify_sizes)
         shapes += map(self._mixed_shape, self.mixed_sizes)
         if self.adapts:
             shapes += [replace(shape, is_adapted=True) for shape in shapes]
@@ -89,18 +116,30 @@ class GraphPolicy:
         if total == len(step.rows):
             size = _least(self.decode_sizes, total)
             return None if size is None else self._decode_shape(size)
+        num_own = step.num_tokens - step.num_drafts if len(step.num_drafts) else step.num_tokens
+        decodes = num_own == 1
+        if len(step.num_drafts) and decodes.all() and step.num_drafts.max() <= self.most_drafts:
+            size = _least(self.verify_sizes, len(step.rows))
+            if size is not None:
+                return self.verify_shape(size)
         size = _least(self.mixed_sizes, total)
         if size is None or (size > SMALL_MIXED and total < MIN_FILL * size):
             return None
-        if (step.num_computed[step.num_tokens == 1] >= MAX_MIXED_CONTEXT).any():
+        if (step.num_computed[decodes] >= MAX_MIXED_CONTEXT).any():
             return None
         return self._mixed_shape(size)
 
     def _decode_shape(self, size: int) -> StepShape:
         return StepShape(size, size, 1, self.max_model_len)
 
+    def verify_shape(self, size: int) -> StepShape:
+        """Return the shape of a step in which each request has the most drafts."""
+        drafts, longest = size * self.most_drafts, 1 + self.most_drafts
+        return StepShape(size + drafts, size, longest, self.max_model_len, num_drafts=drafts)
+
     def _mixed_shape(self, size: int) -> StepShape:
-        return StepShape(size, min(size, self.max_num_seqs), size, self.max_model_len)
+        num_reqs, drafts = min(size, self.max_num_seqs), self.most_step_drafts
+        return StepShape(size, num_reqs, size, self.max_model_len, num_drafts=drafts)
 
 
 def _least(sizes: tuple[int, ...], at_least: int) -> int | None:

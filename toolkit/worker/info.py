@@ -37,8 +37,11 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     adapters: list[Adapter] = []  # of --lora-modules
     max_lora_rank: int = 0  # 0: requests cannot have adapters
     most_drafts: int = 0  # drafts that a request may have in a step
+    most_step_drafts: int = 0  # that all requests may have in a step; 0: any number
     reads_predictions: bool = False  # the drafter guesses from a request's prediction
     step_seconds: list[tuple[int, float]] = []  # duration of steps by tokens, if there are drafts
+    verify_seconds: list[tuple[int, float]] = []
+    """Duration of steps by requests, if it is the same for any number of drafts."""
 
     @property
     def token_bytes(self) -> float:

@@ -63,16 +63,25 @@ class UnsampledOutput(PendingOutput):
 class Sampled:
     """Sampled tokens, on the device.
 
-    The step's sampling requests have the tokens at the indices `which` of `tokens`. `logprobs`:
-    records of all `tokens`, if any request asked for them. `failures`: errors of logits processors,
-    by index into `which`; those have no token. `counts` and `drafts`: see `ModelOutput`."""
+    The step's sampling requests have the tokens at the indices `firsts` of `tokens` and after, as
+    many as `counts` says; without it one each. `logprobs`: records of all `tokens`, if any request
+    asked for them. `failures`: errors of logits processors, by index into `firsts`; those have no
+    token. `drafts`: see `ModelOutput`. `counts` and `drafts` are those of all requests of the step.
+    """
 
     tokens: torch.Tensor
-    which: npt.NDArray[np.int64]
+    firsts: npt.NDArray[np.int64]
     logprobs: torch.Tensor | None = None
     failures: dict[int, str] = field(default_factory=dict)
-    counts: IntArray | None = None
-    drafts: IntArray | None = None
+    counts: torch.Tensor | None = None
+    drafts: torch.Tensor | None = None
+
+    def kept(self, counts: IntArray) -> npt.NDArray[np.int64]:
+        """Return the indices of the tokens of all sampling requests, given their counts."""
+        before = counts.cumsum(dtype=np.int64) - counts
+        starts = np.repeat(self.firsts - before, counts)
+        kept: npt.NDArray[np.int64] = starts + np.arange(len(starts))
+        return kept
 
 
 Sample = Callable[[Masks | None], Sampled]
@@ -201,21 +210,25 @@ class ModelRunner:
         """Sample. `hidden`: of the tokens before the points."""
         if not len(points):
             self._draft(step, points)
-            return Sampled(torch.empty(0, dtype=torch.int64), points.which)
+            return Sampled(torch.empty(0, dtype=torch.int64), points.firsts)
         rows, positions, state = points.rows, points.positions, self.state
         self._set_head_adapters(rows)
         logits = self.model.logits(hidden).float()
         keep = self._keep_logprobs(logits, rows, is_constrained=masks is not None)
         masked = None if masks is None else (points.of_requests(step.constrained), masks)
         tokens = sample(logits, state.sampling, state.token_ids, rows, positions, masked)
-        counts, kept = state.commit(points, tokens)
+        counts = state.commit(points, tokens)
         logprobs = None if keep is None else keep(tokens)
-        if len(kept) < len(tokens):
-            tokens, rows = tokens[kept], rows[kept]
-            logprobs = None if logprobs is None else logprobs[kept]
-        failures = state.sampling.processors.take_failures(rows)
+        failures = state.sampling.processors.take_failures(rows[points.firsts])
         drafts = self._draft(step, points)
-        return Sampled(tokens, np.arange(len(kept)), logprobs, failures, counts, drafts)
+        return Sampled(
+            tokens,
+            points.firsts,
+            logprobs,
+            failures,
+            None if counts is None else _of_all(step, counts),
+            None if drafts is None else _of_all(step, drafts),
+        )
 
     def _draft(self, step: SchedulerOutput, points: SamplePoints) -> Drafts | None:
         """Return drafts for the step's sampling requests, whose tokens are committed.
@@ -312,23 +325,31 @@ class ModelRunner:
         logprobs = None if sampled.logprobs is None else to_host(sampled.logprobs)
         prompts = {i: (start, to_host(records)) for i, (start, records) in prompt_logprobs.items()}
         samples, vectors = ([], None) if pooled is None else (pooled[0], to_host(pooled[1]))
+        counts_there = None if sampled.counts is None else to_host(sampled.counts)
+        drafts_there = None if sampled.drafts is None else to_host(sampled.drafts)
         wait = copy_barrier(self.device)
 
         def finish() -> ModelOutput:
             wait()
+            kept, counts, failures = sampled.firsts, None, sampled.failures
+            if counts_there is not None:
+                counts = counts_there.numpy()[step.samples]
+                kept = sampled.kept(counts)
+                firsts = counts.cumsum() - counts
+                failures = {firsts.item(i): error for i, error in failures.items()}
             return ModelOutput(
                 step.step,
-                tokens.numpy()[sampled.which].astype(np.int32),
-                None if logprobs is None else logprobs.numpy()[sampled.which],
+                tokens.numpy()[kept].astype(np.int32),
+                None if logprobs is None else logprobs.numpy()[kept],
                 {
                     i: PromptLogprobs(start, records.numpy())
                     for i, (start, records) in prompts.items()
                 },
                 {} if vectors is None else dict(zip(samples, vectors.numpy(), strict=True)),
                 self.num_compiled(),
-                sampled.failures,
-                sampled.counts,
-                sampled.drafts,
+                failures,
+                counts,
+                None if drafts_there is None else drafts_there.numpy()[step.samples],
             )
 
         return PendingOutput(finish)
@@ -347,6 +368,13 @@ def _single_threaded_torch() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _of_all(step: SchedulerOutput, values: IntArray) -> torch.Tensor:
+    """Return the sampling requests' values [n, …] among those of all requests of a step."""
+    found = np.zeros((len(step.rows), *values.shape[1:]), np.int32)
+    found[step.samples] = values
+    return torch.from_numpy(found)
 
 
 def _empty_output(step: SchedulerOutput) -> PendingOutput:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ _RANDOM = SamplingParams(temperature=1.0)
 _CONTEXTS = tuple(64 << i for i in range(7))  # one for each power of two of key splits
 
 STEP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-LONG_MEASUREMENT = 0.5  # seconds
+LONG_MEASUREMENT = 500  # milliseconds
 
 
 class WarmUp:
@@ -86,6 +86,7 @@ class WarmUp:
         contexts = self._up_to(_CONTEXTS, longest)
         shapes = [StepShape(1, 1, 1, context) for context in contexts]
         shapes += [StepShape(n, n, 1, longest) for n in policy.decode_sizes]
+        shapes += [policy.verify_shape(n) for n in policy.verify_sizes]
         sizes = self._up_to(sorted({*row_classes, *policy.mixed_sizes}), policy.most_tokens)
         for tokens in sizes:
             is_any_count = tokens <= row_classes[-1] or tokens == sizes[-1]
@@ -111,10 +112,11 @@ class WarmUp:
             with runner.kernels.choosing_products():
                 runner.rehearse([StepShape(most, policy.most_requests, most, policy.max_model_len)])
 
-    def step_seconds(self) -> list[tuple[int, float]]:
+    def step_seconds(self, total: Callable[[int], int]) -> list[tuple[int, float]]:
         """Measure steps of the next tokens of some requests: (requests, seconds), rising.
 
-        Stops at the first one that takes long: longer steps take as much more for each token."""
+        Stops at the first one that takes long: longer steps take as much more for each token.
+        `total` returns the sum of all ranks' numbers, since all must stop at the same."""
         measured: list[tuple[int, float]] = []
         for num_requests in self._up_to(STEP_SIZES, self._most_requests):
             seconds = []
@@ -123,9 +125,29 @@ class WarmUp:
                 self._run_step([1] * num_requests)
                 seconds.append(time.perf_counter() - start)
             measured.append((num_requests, min(seconds)))
-            if len(measured) > 2 and sum(seconds) > LONG_MEASUREMENT:
+            if len(measured) > 2 and total(int(sum(seconds) * 1000)) > LONG_MEASUREMENT:
                 break
         return measured
+
+    def graph_seconds(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """Measure graphs, if steps verify drafts: plain steps, steps with drafts.
+
+        Each as (requests, seconds), rising."""
+        runner = self._runner
+        if not isinstance(runner, CudaRunner) or runner.lookup is None:
+            return [], []
+        policy = runner.policy
+        if not policy.captures:
+            return [], []
+        plain = [shape for shape in policy.shapes if shape.max_query_len == 1]
+        verifying = [policy.verify_shape(size) for size in policy.verify_sizes]
+        sizes = set(policy.verify_sizes)
+        both = []
+        for shapes in (plain, verifying):
+            chosen = [one for one in shapes if one.num_reqs in sizes and not one.is_adapted]
+            chosen.sort(key=lambda shape: shape.num_reqs)
+            both.append([(one.num_reqs, runner.seconds(one)) for one in chosen])
+        return both[0], both[1]
 
     def peak_bytes(self, *, samples: bool) -> int:
         """Return the peak bytes of the largest step, including those outside PyTorch.

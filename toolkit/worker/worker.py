@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, load_processors
 from toolkit.scheduler import SchedulerOutput
+from toolkit.speculative.lookup import DeviceLookup
 from toolkit.speculative.model_drafter import ModelDrafter
 from toolkit.speculative.ngram import NgramDrafter
 from toolkit.weights.loader import find_weights
@@ -169,6 +171,9 @@ class Worker:
         self._add_pooling(model, model_config, device)
         if speculation is not None:
             self._add_drafter(speculation, model)
+            if device.type == "cpu":
+                warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
+                self.info.step_seconds = warm_up.step_seconds(self.world.total)
         if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
             with (
@@ -178,7 +183,9 @@ class Worker:
                 self.runner.capture(self.runner.policy.shapes)
         if device.type == "cuda":
             with phases("warm-up"), self._room_for_steps(device):
-                WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs).run()
+                warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
+                warm_up.run()
+                self.info.step_seconds, self.info.verify_seconds = warm_up.graph_seconds()
         self._count_late_compilations(device)
         return self.info
 
@@ -292,13 +299,14 @@ class Worker:
 
     def _add_drafter(self, speculation: Speculation, model: CausalLM) -> None:
         """Have steps verify drafts."""
-        state, loaded = self.runner.state, self._drafter_model
-        warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
+        state, loaded, runner = self.runner.state, self._drafter_model, self.runner
         self.info.most_drafts = speculation.num_speculative_tokens
-        self.info.step_seconds = warm_up.step_seconds()
         if loaded is None:
             self.info.reads_predictions = True
-            if self.stage.is_last:
+            if isinstance(runner, CudaRunner):
+                runner.lookup = DeviceLookup(speculation, runner.kernels, runner.state)
+                self.info.most_step_drafts = runner.policy.most_step_drafts
+            elif self.stage.is_last:
                 self.runner.drafter = NgramDrafter(
                     speculation, state.token_ids.numpy(), state.lengths
                 )
@@ -491,6 +499,8 @@ class Worker:
         )
         budget = self._budget(device)
         num_rows, kernels = config.scheduler.max_num_seqs, kernels_for(device)
+        wanted = config.speculation.drafter
+        most_drafts = 0 if wanted is None else wanted.num_speculative_tokens
 
         def runner(num_blocks: int, num_host_blocks: int, max_len: int) -> ModelRunner:
             cache = KVCache(
@@ -506,16 +516,30 @@ class Worker:
                 return ModelRunner(model, backend, cache, plain)
             active = None if self._adapters is None else self._adapters.active
             assert not isinstance(active, Active), "adapters have the device of the runner"
-            state = CudaBatchState(
-                num_rows, max_len, block_size, device, budget, kernels, self._processors, active
-            )
             captures = backend.is_capturable and not config.device.enforce_eager
-            adapts = active is not None
-            policy = GraphPolicy(num_rows, budget, max_len, captures=captures, adapts=adapts)
+            policy = GraphPolicy(
+                num_rows,
+                budget,
+                max_len,
+                captures=captures,
+                adapts=active is not None,
+                most_drafts=most_drafts,
+            )
+            state = CudaBatchState(
+                num_rows,
+                max_len,
+                block_size,
+                device,
+                budget,
+                kernels,
+                self._processors,
+                active,
+                policy.most_step_drafts,
+            )
             made = CudaRunner(model, backend, cache, state, kernels, policy)
             if captures and model.may_synchronize and made.synchronizes():
                 logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")
-                made.policy = GraphPolicy(num_rows, budget, max_len, captures=False)
+                made.policy = replace(policy, captures=False)
             return made
 
         def info(max_len: int, num_blocks: int, num_host_blocks: int) -> WorkerInfo:

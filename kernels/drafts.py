@@ -1,0 +1,136 @@
+"""Definition of the kernels of steps that verify drafts (`triton.drafts`), in plain PyTorch.
+
+The host schedules a step before it knows how many drafts of the last one were right. So the numbers
+of tokens are on the device, and these functions work from them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SAMPLES, LATER = -1, -2
+"""Ends of requests that sample: with the step, and after it, from other logits."""
+
+
+class Points(NamedTuple):
+    """Points of a step: the tokens after which it samples. A request's points are its last tokens.
+
+    A point is the newest token of a request, or one of its drafts."""
+
+    starts: Tensor  # int32 `[num_reqs + 1]`: first point of each request
+    ends: Tensor
+    """int32 `[num_reqs]`: `SAMPLES` or `LATER`. A request that does not sample: its number of
+    tokens with this step's."""
+    seq_lens: Tensor
+    """int32 `[num_reqs]`: numbers of tokens with this step's. One that samples has those of its row
+    and its drafts."""
+    tokens: Tensor  # int64 `[num_points]`: index of the token in the step; 0 past the last point
+    rows: Tensor  # int32 `[num_points]`
+    positions: Tensor  # int32 `[num_points]`: of the token to sample; -1: none
+
+
+def locate_points(
+    points: Points,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    lengths: Tensor,
+    adapters: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Fill all of `points` but starts and ends.
+
+    rows: `[num_reqs]`, query_start_loc: `[num_reqs + 1]`, first token of each request; lengths:
+    `[num_rows]`, tokens of each row. adapters: `[num_reqs]`, copied to their points `[num_points]`;
+    -1 past the last."""
+    starts, ends = points.starts.tolist(), points.ends.tolist()
+    points.tokens.fill_(0)
+    points.rows.fill_(int(rows[-1]))
+    points.positions.fill_(-1)
+    if adapters is not None:
+        adapters[1].fill_(-1)
+    for request, (row, end) in enumerate(zip(rows.tolist(), ends, strict=True)):
+        begin, stop = starts[request], starts[request + 1]
+        number = stop - begin
+        length = int(lengths[row]) + number - 1 if end < 0 else end
+        points.seq_lens[request] = length
+        last = int(query_start_loc[request + 1])
+        points.tokens[begin:stop] = torch.arange(last - number, last)
+        points.rows[begin:stop] = row
+        if end < 0:
+            points.positions[begin:stop] = torch.arange(length - number, length) + 1
+        if adapters is not None:
+            adapters[1][begin:stop] = adapters[0][request]
+
+
+def accept_drafts(
+    points: Points,
+    when: int,
+    rows: Tensor,
+    sampled: Tensor,
+    token_ids: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    most: int,
+) -> None:
+    """Keep the tokens that follow right drafts, for requests whose end is `when`.
+
+    sampled: `[num_points]`; token_ids: `[num_rows, max_len]`, with the drafts after a row's tokens;
+    lengths: `[num_rows]`; both change. counts: `[num_reqs]`, how many tokens are kept; 0 for those
+    that do not sample. most: points of a request. -1 in `sampled` is kept as token 0, and is a
+    request's last."""
+    starts, ends = points.starts.tolist(), points.ends.tolist()
+    for request, (row, end) in enumerate(zip(rows.tolist(), ends, strict=True)):
+        if end >= 0:
+            counts[request] = 0
+        if end != when:
+            continue
+        count = 0
+        for point in range(starts[request], starts[request + 1]):
+            place, token = int(points.positions[point]), int(sampled[point])
+            is_right = int(token_ids[row, place]) == token
+            token_ids[row, place] = max(token, 0)
+            count += 1
+            if not is_right:
+                break
+        counts[request] = count
+        lengths[row] += count
+
+
+def look_up_drafts(
+    points: Points,
+    when: int,
+    rows: Tensor,
+    token_ids: Tensor,
+    lengths: Tensor,
+    num_prompt_tokens: Tensor,
+    predictions: Tensor,
+    prediction_lengths: Tensor,
+    drafts: Tensor,
+    least: int,
+    most: int,
+) -> None:
+    """Write drafts after the tokens of requests whose end is `when`, by prompt lookup.
+
+    num_prompt_tokens: `[num_rows]`, may be strided; predictions: int32 `[num_rows, width]` and
+    prediction_lengths: int32 `[num_rows]`, texts to look at before a row's own tokens; drafts:
+    `[num_reqs, num_drafts]`, the same drafts, -1 where there is none. least, most: tokens of a
+    match. `speculative.ngram` defines which drafts."""
+    from toolkit.speculative.ngram import look_up
+
+    for request, (row, end) in enumerate(zip(rows.tolist(), points.ends.tolist(), strict=True)):
+        if end != when:
+            continue
+        length = int(lengths[row])
+        prediction = predictions[row, : int(prediction_lengths[row])].cpu().numpy()
+        found = look_up(
+            token_ids[row, :length].cpu().numpy(),
+            prediction,
+            int(num_prompt_tokens[row]),
+            drafts.shape[1],
+            (least, most),
+        )
+        drafts[request] = -1
+        drafts[request, : len(found)] = torch.from_numpy(found.copy())
+        end = min(length + len(found), token_ids.shape[1])
+        token_ids[row, length:end] = drafts[request, : end - length]

@@ -1,0 +1,113 @@
+"""Kernels of steps that verify drafts: the definition against examples, Triton against it."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from toolkit.kernels import drafts as reference
+from toolkit.kernels.drafts import LATER, SAMPLES, Points
+
+NUM_ROWS, WIDTH = 9, 3000
+
+
+@pytest.fixture(scope="session")
+def drafts(triton) -> ModuleType:
+    from toolkit.kernels.triton import drafts
+
+    return drafts
+
+
+def ints(values: object, device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def points_of(
+    starts: Tensor, ends: Tensor, num_points: int, device: torch.device | str = "cpu"
+) -> Points:
+    """Return points that are not located yet, with arbitrary contents."""
+    tokens = torch.full((num_points,), 77, dtype=torch.int64, device=device)
+    rows, positions = torch.full((2, num_points), 77, dtype=torch.int32, device=device)
+    return Points(starts, ends, torch.full_like(ends, 77), tokens, rows, positions)
+
+
+def test_points_of_a_step():
+    """Two drafts in row 2, a part of a prompt in row 0, no draft in row 1, and padding."""
+    points = points_of(ints([0, 3, 4, 5, 5]), ints([SAMPLES, 40, LATER, 0]), 7)
+    starts, lengths = ints([0, 3, 23, 24, 24]), ints([77, 5, 10, 0])
+    found = torch.full((7,), 77, dtype=torch.int32)
+    reference.locate_points(
+        points, ints([2, 0, 1, 3]), starts, lengths, (ints([4, 5, 6, 7]), found)
+    )
+    assert points.seq_lens.tolist() == [12, 40, 5, 0]
+    assert points.tokens.tolist() == [0, 1, 2, 22, 23, 0, 0]
+    assert points.rows.tolist() == [2, 2, 2, 0, 1, 3, 3]
+    assert points.positions.tolist() == [10, 11, 12, -1, 5, -1, -1]
+    assert found.tolist() == [4, 4, 4, 5, 6, -1, -1]
+
+
+def test_right_drafts_are_kept():
+    """Drafts 8 and 9 after row 0's 3 tokens; the second is wrong. Row 1 samples later."""
+    points = points_of(ints([0, 3, 4]), ints([SAMPLES, LATER]), 4)
+    token_ids, lengths = ints([[1, 2, 3, 8, 9, 5], [4, 0, 0, 0, 0, 0]]), ints([3, 1])
+    rows, counts = ints([0, 1]), ints([77, 77])
+    reference.locate_points(points, rows, ints([0, 3, 4]), lengths)
+    sampled = ints([8, 7, 6, -1])
+    reference.accept_drafts(points, SAMPLES, rows, sampled, token_ids, lengths, counts, 3)
+    assert (counts.tolist(), lengths.tolist()) == ([2, 77], [5, 1])
+    assert token_ids.tolist() == [[1, 2, 3, 8, 7, 5], [4, 0, 0, 0, 0, 0]]
+    reference.accept_drafts(points, LATER, rows, sampled, token_ids, lengths, counts, 3)
+    assert (counts.tolist(), lengths.tolist()) == ([2, 1], [5, 2])
+
+
+def test_kernels_equal_reference(drafts, device):
+    """Steps of random requests, with few different tokens so that drafts are often right."""
+    rng = random.Random(0)
+    generator = np.random.default_rng(0)
+    for trial in range(8):
+        most, padding = rng.choice([1, 2, 5, 8]), rng.choice([0, 3, 130])
+        tokens = generator.integers(0, 2 if trial % 2 else 4, (2, NUM_ROWS, WIDTH))
+        token_ids, predictions = (ints(x, device) for x in tokens)
+        lengths = ints([rng.choice([1, 2, 7, 2500, WIDTH - most]) for _ in range(NUM_ROWS)], device)
+        num_prompt = torch.tensor([[0, rng.randint(0, n)] for n in lengths.tolist()], device=device)
+        predicted = ints([rng.choice([0, 0, 3, 2500]) for _ in range(NUM_ROWS)], device)
+        for row in range(0, NUM_ROWS, 3):  # outputs that begin their prediction
+            prompt = int(num_prompt[row, 1])
+            predictions[row, : WIDTH - prompt] = token_ids[row, prompt:]
+        rows = rng.sample(range(NUM_ROWS - 1), rng.randint(1, NUM_ROWS - 1))
+        ends = [rng.choice([SAMPLES, SAMPLES, LATER, 30]) for _ in rows]
+        numbers = [rng.randint(1, most) if end < 0 else 1 for end in ends]
+        counts = [
+            n + rng.randint(0, 20) if end > 0 else n for n, end in zip(numbers, ends, strict=True)
+        ]
+        starts, query_starts = (np.cumsum([0, *x, *[0] * padding]) for x in (numbers, counts))
+        num_points = int(starts[-1]) + padding
+        rows_there = ints(rows + [NUM_ROWS - 1] * padding, device)
+        adapters = torch.arange(len(rows_there), dtype=torch.int32, device=device) % 3 - 1
+        states = []
+        for module in (reference, drafts):
+            points = points_of(
+                ints(starts, device), ints(ends + [0] * padding, device), num_points, device
+            )
+            state, held = token_ids.clone(), lengths.clone()
+            of_points = torch.full_like(points.rows, 77)
+            module.locate_points(
+                points, rows_there, ints(query_starts, device), held, (adapters, of_points)
+            )
+            sampled = torch.where(points.rows % 4 == 0, -1, 1).to(torch.int32)
+            found = torch.full_like(rows_there, 77)
+            drafted = torch.full((len(rows_there), most + 1), 77, dtype=torch.int32, device=device)
+            for when in (SAMPLES, LATER):
+                module.accept_drafts(points, when, rows_there, sampled, state, held, found, most)
+                module.look_up_drafts(
+                    points, when, rows_there, state, held, num_prompt[:, 1], predictions,
+                    predicted, drafted, 2, 4,
+                )  # fmt: skip
+            states.append([*points, of_points, state, held, found, drafted])
+        for expected, one in zip(*states, strict=True):
+            assert torch.equal(expected, one)

@@ -1,0 +1,69 @@
+"""Drafts on the GPU's runner, in Triton's interpreter: the answers are those without drafts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.speculative.drafting import logged_steps
+from toolkit import LLM, SamplingParams
+from toolkit.kernels.table import Kernels
+
+PARAMS = {
+    "greedy": {},
+    "log-probabilities": {"logprobs": 2},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "biases": {"logit_bias": {5: 4.0, 9: -3.0}},
+    "forbidden": {"bad_words_token_ids": [[3, 3], [8, 8]], "min_tokens": 3},
+    "seeded": {"temperature": 0.3, "seed": 11},
+    "seeded top-k": {"temperature": 0.3, "seed": 12, "top_k": 5, "logprobs": 0},
+    "off": {"num_speculative_tokens": 0},
+}
+SETTINGS = {
+    "device": "cpu",
+    "attention_backend": "torch",
+    "max_num_seqs": 5,
+    "block_size": 4,
+    "max_num_batched_tokens": 40,
+}
+
+
+@pytest.fixture
+def gpu_runner(triton_runs, monkeypatch):
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter")
+    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
+    # Steps that overlap have the same buffers, which a GPU copies in order.
+    monkeypatch.setattr("toolkit.worker.model_runner.to_host", torch.clone)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_answers_are_those_without_drafts(checkpoint, gpu_runner, monkeypatch, is_async):
+    """Requests with and without drafts, chunks of prompts, and steps that overlap."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(90) for _ in range(n)] * 2 for n in (3, 9, 30, 1, 8, 21, 12, 5)]
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, **{"temperature": 0.0} | p)
+              for p in PARAMS.values()]  # fmt: skip
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+
+    def answers(**settings) -> tuple[list, object]:
+        llm = LLM(str(checkpoint("qwen3")), async_scheduling=is_async, **SETTINGS | settings)
+        assert type(llm._core.executor._worker.runner).__name__ == "CudaRunner"
+        with logged_steps(llm) as log:
+            found = llm.generate(inputs, params, use_tqdm=False)
+        llm.shutdown()
+        return [one.outputs[0] for one in found], log
+
+    expected, _ = answers()
+    found, log = answers(speculative_config={"method": "ngram", "prompt_lookup_min": 1})
+    assert log.num_drafts > 40
+    assert 0 < log.num_accepted < log.num_drafts
+    for a, b in zip(expected, found, strict=True):
+        assert list(a.token_ids) == list(b.token_ids)
+        if a.logprobs:
+            assert [{t: x.rank for t, x in at.items()} for at in a.logprobs] == [
+                {t: x.rank for t, x in at.items()} for at in b.logprobs
+            ]
+            assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
