@@ -392,7 +392,14 @@ def test_logprobs_do_not_read_the_padding_of_rows(sampling, device):
     logits.copy_(random_logits(3, 1003, torch.float32, device))
     wanted = torch.tensor([1, 2, 1002], device=device)
     padded = sampling.logprobs(logits, wanted, 8)
-    assert torch.equal(padded, sampling.logprobs(logits.contiguous(), wanted, 8))
+    # Narrower loads may add the weights in another order.
+    expected = sampling.logprobs(logits.contiguous(), wanted, 8)
+    assert torch.equal(padded[:, :2], expected[:, :2])
+    assert torch.equal(padded[:, 1::2], expected[:, 1::2])
+    values, expected_values = (
+        x[:, 2::2].contiguous().view(torch.float32) for x in (padded, expected)
+    )
+    torch.testing.assert_close(values, expected_values)
 
 
 def test_logprobs_of_no_rows(sampling, device):
