@@ -135,3 +135,31 @@ def test_graphs_cost_little_time_and_memory(tmp_path):
     assert len(shapes) == 56
     assert seconds < SECONDS_PER_GRAPH * len(shapes)
     assert mib < POOL_MIB + MIB_PER_GRAPH * len(shapes)
+
+
+@pytest.mark.parametrize("limits", [(1, 64, 100), (5, 64, 200), (64, 320, 4096), (256, 8192, 9000)])
+def test_steps_with_drafts_fit_their_graphs(limits):
+    """Also prompts that are shorter than the number of drafts that a graph has room for."""
+    policy, rng = GraphPolicy(*limits, most_drafts=4), np.random.default_rng(0)
+    num_verifying = 0
+    for _ in range(300):
+        n = int(rng.integers(1, policy.most_requests + 1))
+        room = min(policy.most_step_drafts // n, 4)
+        drafts = rng.integers(0, room + 1, n).astype(np.int32)
+        own = np.where(rng.random(n) < rng.choice([0.0, 0.1]), rng.integers(1, 60, n), 1)
+        step = a_step((own + drafts).tolist(), [70] * n)
+        step.num_drafts = drafts if drafts.any() else np.empty(0, np.int32)
+        shape = policy.shape_for(step)
+        if step.total_tokens > policy.max_num_tokens or shape is None:
+            continue
+        assert shape in policy.shapes
+        num_points = n + int(drafts.sum())
+        assert shape.num_tokens >= step.total_tokens
+        assert shape.num_reqs >= n
+        assert shape.num_points >= num_points
+        assert shape.max_query_len >= step.num_tokens.max()
+        assert not shape.samples_all or num_points == step.total_tokens
+        num_verifying += shape.verifies
+    assert num_verifying > 20
+    with_drafts = [shape for shape in policy.shapes if shape.num_drafts]
+    assert all(shape.num_points <= limits[0] + policy.most_step_drafts for shape in with_drafts)

@@ -20,7 +20,7 @@ from toolkit.sampling.sampler import sample
 from toolkit.scheduler import SchedulerOutput
 from toolkit.speculative.lookup import DeviceLookup
 from toolkit.worker.cuda_state import CudaBatchState, StepInputs, first_points
-from toolkit.worker.graph_policy import GraphPolicy, StepShape
+from toolkit.worker.graph_policy import GraphPolicy, StepShape, num_own_tokens
 from toolkit.worker.kv_cache import KVCache
 from toolkit.worker.model_runner import ModelRunner, PendingOutput, Sample, Sampled
 
@@ -121,7 +121,7 @@ class CudaRunner(ModelRunner):
         inputs = self.state.expand(shape)
         if not self.model.stage.is_last:
             return self._hidden(inputs)
-        if shape.num_points < shape.num_tokens:
+        if not shape.samples_all:
             inputs.batch.wanted = inputs.wanted
         return self._logits_of(self._hidden(inputs), inputs)
 
@@ -151,6 +151,7 @@ class CudaRunner(ModelRunner):
             int(context_lens.max()),
             self._is_adapted(step),
             int(step.num_drafts.sum()),
+            verifies=bool((num_own_tokens(step) == 1).all()),
         )
 
     def _logits_of(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:

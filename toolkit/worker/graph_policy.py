@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.scheduler import SchedulerOutput
+from toolkit.scheduler.output import IntArray
 
 MIXED_TOKENS = (
     *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), 2560, 3072, 4096, 6144,
@@ -33,6 +34,12 @@ class StepShape:
     max_seq_len: int
     is_adapted: bool = False  # some requests may have LoRA adapters
     num_drafts: int = 0  # that it verifies, at most
+    verifies: bool = False  # requests have their newest token and drafts, and nothing else
+
+    @property
+    def samples_all(self) -> bool:
+        """True if it samples after every token."""
+        return self.max_query_len == 1 or self.verifies
 
     @property
     def num_points(self) -> int:
@@ -116,9 +123,8 @@ class GraphPolicy:
         if total == len(step.rows):
             size = _least(self.decode_sizes, total)
             return None if size is None else self._decode_shape(size)
-        num_own = step.num_tokens - step.num_drafts if len(step.num_drafts) else step.num_tokens
-        decodes = num_own == 1
-        if len(step.num_drafts) and decodes.all() and step.num_drafts.max() <= self.most_drafts:
+        decodes = num_own_tokens(step) == 1
+        if len(step.num_drafts) and decodes.all():
             size = _least(self.verify_sizes, len(step.rows))
             if size is not None:
                 return self.verify_shape(size)
@@ -135,11 +141,18 @@ class GraphPolicy:
     def verify_shape(self, size: int) -> StepShape:
         """Return the shape of a step in which each request has the most drafts."""
         drafts, longest = size * self.most_drafts, 1 + self.most_drafts
-        return StepShape(size + drafts, size, longest, self.max_model_len, num_drafts=drafts)
+        return StepShape(
+            size + drafts, size, longest, self.max_model_len, num_drafts=drafts, verifies=True
+        )
 
     def _mixed_shape(self, size: int) -> StepShape:
         num_reqs, drafts = min(size, self.max_num_seqs), self.most_step_drafts
         return StepShape(size, num_reqs, size, self.max_model_len, num_drafts=drafts)
+
+
+def num_own_tokens(step: SchedulerOutput) -> IntArray:
+    """Return how many tokens each request has that are no drafts."""
+    return step.num_tokens - step.num_drafts if len(step.num_drafts) else step.num_tokens
 
 
 def _least(sizes: tuple[int, ...], at_least: int) -> int | None:
