@@ -31,6 +31,7 @@ class Kernels:
             matmul,
             norm,
             penalties,
+            resample,
             rotary,
             sampling,
         )
@@ -69,6 +70,8 @@ class Kernels:
         self.penalize = penalties.penalize
         self.mask_logits = bitmask.mask_logits
         self.sample = sampling.sample
+        self.gather_logits = resample.gather_logits
+        self.scatter = resample.scatter
         self.logprobs = logprobs.logprobs
 
         # Batch state

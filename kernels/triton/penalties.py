@@ -17,7 +17,13 @@ IN_PROMPT = tl.constexpr(1 << 30)
 
 
 def penalize(
-    logits: Tensor, rows: Tensor, lengths: Tensor, floats: Tensor, ints: Tensor, token_ids: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    token_ids: Tensor,
+    counts: Tensor | None = None,
 ) -> None:
     """Apply penalties in place: repetition over prompt and output, the others over the output.
 
@@ -25,7 +31,8 @@ def penalize(
     the state and number of tokens; floats: fp32 `[num_rows, 6]`, the last three are repetition
     (Keskar et al., 2019), presence and frequency penalty; ints: int64 `[num_rows, 3]`, the last is
     the number of prompt tokens; token_ids: int32 `[num_rows, max_len]`. Rows with neutral penalties
-    and tokens outside the vocabulary are skipped.
+    or negative lengths, and tokens outside the vocabulary are skipped. counts: int32 `[n, vocab]`
+    or larger, contiguous, zero before and after.
 
     Raises ValueError for logits of another type, or with a strided last dimension."""
     n, vocab = check_shape(logits)
@@ -33,7 +40,8 @@ def penalize(
         raise ValueError(f"penalized logits must be fp32, not {logits.dtype}")
     if n == 0:
         return
-    counts = torch.zeros(n, vocab, dtype=torch.int32, device=logits.device)
+    if counts is None:
+        counts = torch.zeros(n, vocab, dtype=torch.int32, device=logits.device)
     grid = (-(-token_ids.shape[1] // HISTORY), n)
     for kernel in (_count_kernel, _penalize_kernel):
         kernel[grid](
@@ -52,6 +60,15 @@ def penalize(
             HISTORY=HISTORY,
             num_warps=4,
         )
+
+
+@triton.jit
+def _are_neutral(float_ptr):
+    """Return whether the penalties of a row change nothing."""
+    repetition = tl.load(float_ptr + 3)
+    presence = tl.load(float_ptr + 4)
+    frequency = tl.load(float_ptr + 5)
+    return (repetition == 1) & (presence == 0) & (frequency == 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_ptr", "length_ptr"])
@@ -77,6 +94,8 @@ def _count_kernel(
     if tl.program_id(0) * HISTORY >= length:
         return
     row = tl.load(row_ptr + entry).to(tl.int64)
+    if _are_neutral(float_ptr + row * float_stride):
+        return
     token = tl.load(token_ptr + row * token_stride + position, mask=position < length, other=-1)
     known = (token >= 0) & (token < vocab)
     in_prompt = position < tl.load(int_ptr + row * int_stride + 2)
@@ -108,11 +127,12 @@ def _penalize_kernel(
     if tl.program_id(0) * HISTORY >= length:
         return
     row = tl.load(row_ptr + entry).to(tl.int64)
-    repetition = tl.load(float_ptr + row * float_stride + 3)
-    presence = tl.load(float_ptr + row * float_stride + 4)
-    frequency = tl.load(float_ptr + row * float_stride + 5)
-    if (repetition == 1) & (presence == 0) & (frequency == 0):
+    float_ptr += row * float_stride
+    if _are_neutral(float_ptr):
         return
+    repetition = tl.load(float_ptr + 3)
+    presence = tl.load(float_ptr + 4)
+    frequency = tl.load(float_ptr + 5)
     token = tl.load(token_ptr + row * token_stride + position, mask=position < length, other=-1)
     known = (token >= 0) & (token < vocab)
     count = tl.atomic_xchg(count_ptr + entry * vocab + token, 0, mask=known, sem="relaxed")

@@ -482,6 +482,41 @@ def test_penalties_skip_unknown_tokens_and_empty_rows(sampling, device):
     assert case.penalized(sampling).nonzero().tolist() == [[0, 5]]
 
 
+def test_counts_of_penalties_are_zero_again(sampling, device):
+    """Also those of rows whose penalties are neutral."""
+    logits = random_logits(5, 300, torch.float32, device)
+    case = histories(logits, [1500, 1400, -1, 1030, 700], num_prompt_tokens=70, num_tokens=300)
+    counts = torch.zeros(8, 300, dtype=torch.int32, device=device)
+    changed = logits.clone()
+    tables = case.floats, case.ints, case.token_ids
+    for _ in range(2):
+        changed.copy_(logits)
+        sampling.penalize(changed, case.rows, case.lengths, *tables, counts)
+        assert not counts.any()
+    assert torch.equal(changed, case.penalized(sampling))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_logits_are_gathered_and_their_tokens_scattered(triton, device, dtype):
+    from toolkit.kernels.triton import resample
+
+    logits = torch.full((7, 9010), NAN, dtype=dtype, device=device)[:, :9001]
+    logits.copy_(random_logits(7, 9001, dtype, device))
+    rows, positions = torch.arange(14, dtype=torch.int32, device=device).view(2, 7)
+    index = torch.tensor([5, 0, -1, 6], dtype=torch.int32, device=device)
+    out = torch.full((4, 9001), 5.0, device=device)
+    places = torch.full((2, 4), 77, dtype=torch.int32, device=device)
+    resample.gather_logits(logits, index, rows, positions, (out, *places))
+    assert torch.equal(out[[0, 1, 3]], logits[[5, 0, 6]].float())
+    assert (out[2] == 5.0).all()
+    assert places.tolist() == [[5, 0, 0, 6], [12, 7, -1, 13]]
+    target = torch.arange(7, dtype=torch.int32, device=device)
+    resample.scatter(
+        torch.tensor([50, 51, 52, 53], dtype=torch.int32, device=device), index, target
+    )
+    assert target.tolist() == [51, 1, 2, 3, 4, 50, 53]
+
+
 def test_penalties_of_16_bit_logits_are_errors(sampling):
     empty = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="fp32"):

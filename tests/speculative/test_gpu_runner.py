@@ -70,23 +70,25 @@ def test_answers_are_those_without_drafts(checkpoint, gpu_runner, monkeypatch, i
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_answers_on_a_gpu(checkpoint, monkeypatch, enforce_eager):
-    """In fp32, whose sums differ too little to change a token here."""
+def test_answers_on_a_gpu(checkpoint):
+    """With and without drafts and CUDA graphs. In fp32, sums differ too little to change a token.
+
+    A graph of 64 tokens has room for as many points, which are not a prompt's first tokens."""
     rng = random.Random(3)
     prompts = [[rng.randrange(90) for _ in range(n)] * 2 for n in (3, 9, 30, 1, 8, 21, 12, 5)]
     params = [SamplingParams(max_tokens=48, ignore_eos=True, **{"temperature": 0.0} | p)
               for p in PARAMS.values()]  # fmt: skip
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    # A graph of 64 tokens has room for as many points, which are not a prompt's first tokens.
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "dtype": "float32"}
-    settings |= {"num_gpu_blocks_override": 64, "enforce_eager": enforce_eager}
     found = []
-    for config in (None, {"method": "ngram", "prompt_lookup_min": 1}):
-        llm = LLM(str(checkpoint("qwen3")), speculative_config=config, **settings)
-        with logged_steps(llm) as log:
-            answers = llm.generate(inputs * 2, params * 2, use_tqdm=False)
-        llm.shutdown()
-        found.append([list(one.outputs[0].token_ids) for one in answers])
-    assert 0 < log.num_accepted < log.num_drafts
-    assert found[0] == found[1]
+    for enforce_eager in (True, False):
+        for config in (None, {"method": "ngram", "prompt_lookup_min": 1}):
+            settings |= {"enforce_eager": enforce_eager, "speculative_config": config}
+            llm = LLM(str(checkpoint("qwen3")), num_gpu_blocks_override=256, **settings)
+            with logged_steps(llm) as log:
+                answers = llm.generate(inputs * 2, params * 2, use_tqdm=False)
+            llm.shutdown()
+            found.append([list(one.outputs[0].token_ids) for one in answers])
+            if config:
+                assert 0 < log.num_accepted < log.num_drafts
+    assert found[1:] == found[:1] * 3

@@ -70,6 +70,11 @@ class SamplingState:
         )
         return special
 
+    def needs_host(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Return which rows change their logits by more than penalties."""
+        needs: npt.NDArray[np.bool_] = self.biases[rows] | self.processors.asked[rows]
+        return needs
+
     def load(self, rows: list[int]) -> None:
         """Copy rows to the device, synchronously."""
         self.floats[rows] = torch.from_numpy(self.host_floats[rows]).to(self.device)

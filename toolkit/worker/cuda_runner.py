@@ -19,7 +19,7 @@ from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import SchedulerOutput
 from toolkit.speculative.lookup import DeviceLookup
-from toolkit.worker.cuda_state import CudaBatchState, StepInputs, first_points
+from toolkit.worker.cuda_state import CudaBatchState, StepInputs, first_points, points_of
 from toolkit.worker.graph_policy import GraphPolicy, StepShape, num_own_tokens
 from toolkit.worker.kv_cache import KVCache
 from toolkit.worker.model_runner import ModelRunner, PendingOutput, Sample, Sampled
@@ -69,9 +69,18 @@ class CudaRunner(ModelRunner):
             shape = state.max_tokens, model.hidden_size
             self._received = torch.zeros(shape, dtype=model.dtype, device=self.device)
         self._sampled = torch.empty(num_points, dtype=torch.int32, device=self.device)
+        self._again: tuple[torch.Tensor, ...] = ()
+        """Changed logits, their rows, positions and tokens, and counts, which are zero."""
         self._counts = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self._graphs: dict[StepShape, Graph] = {}
+        self._penalizing: dict[int, torch.cuda.CUDAGraph] = {}
+        """Graphs that sample again with penalties, by number of rows of logits."""
         self._pool: Any = None
+
+    @property
+    def max_sampled_again(self) -> int:
+        """Most rows of logits that are sampled again at once. Memory is reserved for so many."""
+        return len(self._sampled)
 
     # ---- steps
 
@@ -194,8 +203,8 @@ class CudaRunner(ModelRunner):
     ) -> Sampled:
         sampling, firsts = self.state.sampling, first_points(step)
         later = self.state.samples_later(step)
-        if later.any():
-            self._sample_again(step, shape, logits, np.flatnonzero(later), masks)
+        if np.count_nonzero(later):
+            self._sample_again(step, logits, later, masks)
         tokens = self._sampled[: shape.num_points]
         which = np.flatnonzero(step.samples)
         failures = sampling.processors.take_failures(step.rows[which])
@@ -216,37 +225,64 @@ class CudaRunner(ModelRunner):
     def _sample_again(
         self,
         step: SchedulerOutput,
-        shape: StepShape,
         logits: torch.Tensor,
-        which: npt.NDArray[np.int64],
+        later: npt.NDArray[np.bool_],
         masks: Masks | None,
     ) -> None:
-        """Sample the special requests, from changed logits."""
-        state, firsts = self.state, first_points(step)
-        counts = np.diff(firsts)[which]
-        of_points = np.repeat(which, counts)
-        nth = np.arange(len(of_points)) - np.repeat(counts.cumsum() - counts, counts)
-        index = self._on_device(firsts[of_points] + nth)
-        masked = None
-        if masks is not None:
-            masked = np.flatnonzero(np.isin(of_points, step.constrained)), masks
-        points = state.points(shape) if state.verifies else None
-        there = None
-        if points is not None:
-            there = points.rows[index], points.positions[index]
-        self._sampled[index] = sample(
-            logits[index].float(),
-            state.sampling,
-            state.token_ids,
-            step.rows[of_points],
-            # With drafts, an upper bound: those who must know it have none.
-            (step.num_computed + step.num_tokens)[of_points],
-            masked,
-            self.kernels,
-            there,
+        """Sample requests from changed logits: with penalties alone, by a graph."""
+        state, sampling, most = self.state, self.state.sampling, self.max_sampled_again
+        requests, points = points_of(step, later)
+        rows = step.rows[requests]
+        if masks is None and not sampling.needs_host(rows).any():
+            size = next((n for n in self._penalizing if n >= len(points)), None)
+            if size is not None:
+                self._penalizing[size].replay()
+                return
+        # With drafts, upper bounds: requests that must know them have none.
+        lengths = (step.num_computed + step.num_tokens)[requests]
+        constrained = np.isin(requests, step.constrained)
+        for first in range(0, len(points), most):
+            part = slice(first, first + most)
+            masked = None
+            if masks is not None and np.count_nonzero(constrained[part]):
+                before = np.count_nonzero(constrained[:first])
+                where = np.flatnonzero(constrained[part])
+                masked = where, masks[before : before + len(where)]
+            index = self._on_device(points[part])
+            there = None
+            if state.verifies:
+                rows_there, positions = state.sample_places
+                there = rows_there[index], positions[index]
+            self._sampled[index] = sample(
+                logits[index].float(),
+                sampling,
+                state.token_ids,
+                rows[part],
+                lengths[part],
+                masked,
+                self.kernels,
+                there,
+            )
+        if state.verifies:
+            self._accept(state.points(), LATER, state.rows_sent)
+
+    def _penalize_and_sample(self, size: int, logits: torch.Tensor) -> None:
+        """Sample again the rows of logits that were sent as `later`, up to `size` of them.
+
+        logits: all rows, of which some are those of the step."""
+        state, index, kernels = self.state, self.state.later[:size], self.kernels
+        changed, rows, positions, sampled, counts = self._again
+        changed, rows, positions, sampled = (
+            one[:size] for one in (changed, rows, positions, sampled)
         )
-        if points is not None:
-            self._accept(points, LATER, state.rows_sent(shape))
+        kernels.gather_logits(logits, index, *state.sample_places, (changed, rows, positions))
+        tables = state.sampling.floats, state.sampling.ints
+        kernels.penalize(changed, rows, positions, *tables, state.token_ids, counts)
+        target = None if state.verifies else state.token_ids
+        kernels.sample(changed, rows, positions, *tables, target, sampled)
+        kernels.scatter(sampled, index, self._sampled)
+        if state.verifies:
+            self._accept(state.points(), LATER, state.rows_sent)
 
     def _on_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return to_device(torch.from_numpy(array), self.device)
@@ -302,11 +338,34 @@ class CudaRunner(ModelRunner):
         torch.cuda.synchronize()
         empty_cache()  # memory of the steps before the captures
 
+    @torch.inference_mode()
+    def capture_penalties(self) -> None:
+        """Capture the graphs that sample again, after all others, whose logits they read."""
+        if not self.model.stage.is_last or not self._graphs:
+            return
+        out = next(iter(self._graphs.values())).out
+        if out.data_ptr() != self._logits.data_ptr():
+            return
+        vocab, most = out.shape[1], self.max_sampled_again
+        logits = self._logits.as_strided((len(self._logits), vocab), out.stride())
+        self._again = (
+            torch.empty(most, -(-vocab // 16) * 16, device=self.device)[:, :vocab],
+            *torch.zeros(3, most, dtype=torch.int32, device=self.device),
+            torch.zeros(most, vocab, dtype=torch.int32, device=self.device),
+        )
+        for size in self.policy.penalized_sizes:
+            self.state.send(_EMPTY)
+            self._penalize_and_sample(size, logits)  # compiles missing kernels
+            graph = torch.cuda.CUDAGraph()
+            with captured(graph, self._pool):
+                self._penalize_and_sample(size, logits)
+            self._penalizing[size] = graph
+
     def close(self) -> None:
         """Free the graphs, even while this object is referenced."""
-        for graph in self._graphs.values():
-            graph.graph.reset()
-        self._graphs = {}
+        for graph in (*(one.graph for one in self._graphs.values()), *self._penalizing.values()):
+            graph.reset()
+        self._graphs, self._penalizing = {}, {}
 
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
         """Return the graph to replay for a step, or None. Graphs do not keep hidden states."""

@@ -63,7 +63,7 @@ class CudaBatchState(BatchState):
         self._staging = Staging(device)
         self._num_reqs, self.max_tokens = num_rows, max_tokens
         self.active = active
-        sizes = [num_rows, num_rows + 1, num_rows, num_rows, num_rows]
+        sizes = [num_rows, num_rows + 1, num_rows, num_rows, num_rows, num_rows + most_step_drafts]
         self.verifies = most_step_drafts > 0
         if self.verifies:
             sizes += [num_rows + 1, num_rows]
@@ -73,9 +73,9 @@ class CudaBatchState(BatchState):
         self._ends = np.cumsum(sizes)
         self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         split = torch.split(self._packed, sizes)
-        self._rows, self._query_start_loc, self._seq_lens, self._sample_positions, self._order = (
-            split[:5]
-        )
+        self._rows, self._query_start_loc, self._seq_lens, self._sample_positions = split[:4]
+        self._order, self.later = split[4:6]
+        """`later`: rows of logits of the requests that sample later, padded with -1."""
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
@@ -87,8 +87,8 @@ class CudaBatchState(BatchState):
             num_points = num_rows + most_step_drafts
             places, numbers = torch.zeros(2, num_points, dtype=torch.int32, device=device)
             self._points = Points(
-                starts=split[5],
-                ends=split[6],
+                starts=split[6],
+                ends=split[7],
                 seq_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
                 tokens=torch.zeros(num_points, dtype=torch.int64, device=device),
                 rows=places,
@@ -159,7 +159,7 @@ class CudaBatchState(BatchState):
         """Send a step's numbers to the device, padded to all requests."""
         n, size = len(step.rows), self._num_reqs
         packed = np.empty(self._ends[-1], np.int32)
-        rows, starts, lens, samples, order, *others = np.split(packed, self._ends[:-1])
+        rows, starts, lens, samples, order, later, *others = np.split(packed, self._ends[:-1])
         rows[:n], rows[n:] = step.rows, size
         starts[0] = 0
         np.cumsum(step.num_tokens, out=starts[1 : n + 1])
@@ -170,9 +170,13 @@ class CudaBatchState(BatchState):
         samples[n:] = -1
         order[:n] = np.argsort(-lens[:n])
         order[n:] = np.arange(n, size)
+        is_late = self.samples_later(step)
+        later[:] = -1
+        if np.count_nonzero(is_late):
+            _, points = points_of(step, is_late)
+            later[: len(points)] = points
         if self.verifies:
             firsts, ends = others[:2]
-            is_late = self.samples_later(step)
             ends[:n] = np.where(step.samples, np.where(is_late, LATER, SAMPLES), lens[:n])
             ends[n:] = 0
             firsts[: n + 1] = first_points(step)
@@ -184,20 +188,30 @@ class CudaBatchState(BatchState):
 
     def samples_later(self, step: SchedulerOutput) -> npt.NDArray[np.bool_]:
         """Return which requests sample after the step's graph, from changed logits."""
-        later = step.samples & self.sampling.is_special(step.rows)
+        later: npt.NDArray[np.bool_] = step.samples & self.sampling.is_special(step.rows)
         later[step.constrained] = True
         return later
 
-    def points(self, shape: StepShape) -> Points:
-        """Return the points of the step that was sent last."""
+    @property
+    def sample_places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and positions of all rows of logits, of the step that was sent last."""
+        if self._points is not None:
+            return self._points.rows, self._points.positions
+        return self._rows, self._sample_positions
+
+    def points(self, shape: StepShape | None = None) -> Points:
+        """Return the points of the step that was sent last; without a shape, as many as fit."""
         assert self._points is not None, "the steps verify no drafts"
+        if shape is None:
+            return self._points
         starts, ends, seq_lens, *of_points = self._points
         n, p = shape.num_reqs, shape.num_points
         return Points(starts[: n + 1], ends[:n], seq_lens[:n], *(one[:p] for one in of_points))
 
-    def rows_sent(self, shape: StepShape) -> torch.Tensor:
-        """Return the rows of the requests of the step that was sent last."""
-        return self._rows[: shape.num_reqs]
+    @property
+    def rows_sent(self) -> torch.Tensor:
+        """The rows of the requests of the step that was sent last, padded."""
+        return self._rows
 
     def expand(self, shape: StepShape) -> StepInputs:
         """Return the inputs of the step that was sent last."""
@@ -250,6 +264,16 @@ def first_points(step: SchedulerOutput) -> npt.NDArray[np.int64]:
     A request has one, and one for each draft."""
     drafts = step.num_drafts if len(step.num_drafts) else np.zeros_like(step.num_tokens)
     return np.concatenate(([0], (drafts + 1).cumsum()))
+
+
+def points_of(
+    step: SchedulerOutput, requests: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (request, point) of the points of some requests of a step: arrays [num_points]."""
+    firsts, which = first_points(step), np.flatnonzero(requests)
+    counts = np.diff(firsts)[which]
+    nth = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
+    return np.repeat(which, counts), np.repeat(firsts[which], counts) + nth
 
 
 def _runs(rows: np.ndarray, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

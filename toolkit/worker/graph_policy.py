@@ -99,6 +99,12 @@ class GraphPolicy:
         useful = bisect.bisect_left(MIXED_TOKENS, self.most_tokens) + 1
         return tuple(n for n in MIXED_TOKENS[:useful] if n <= self.max_num_tokens)
 
+    @property
+    def penalized_sizes(self) -> tuple[int, ...]:
+        """Numbers of rows of logits that are sampled again, worth capturing."""
+        most = self.max_num_seqs + self.most_step_drafts
+        return *(n for n in (4, 16, 64, 256) if n < most), most
+
     @cached_property
     def shapes(self) -> list[StepShape]:
         """Shapes to capture, largest first: the others then fit into its memory."""

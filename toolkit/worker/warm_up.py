@@ -158,7 +158,10 @@ class WarmUp:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
-        sampling = self._max_num_seqs * self._info.vocab_size * SAMPLING_BYTES if samples else 0
+        rows = self._max_num_seqs if samples else 0
+        if rows and isinstance(self._runner, CudaRunner):
+            rows = self._runner.max_sampled_again
+        sampling = rows * self._info.vocab_size * SAMPLING_BYTES
         return int(torch.cuda.max_memory_allocated() + max(0, outside) + sampling)
 
     def graph_bytes(self) -> int:

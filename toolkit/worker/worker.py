@@ -181,6 +181,7 @@ class Worker:
                 memory.explain_out_of_memory("CUDA graphs next to the KV cache", device, advice),
             ):
                 self.runner.capture(self.runner.policy.shapes)
+                self.runner.capture_penalties()
         if device.type == "cuda":
             with phases("warm-up"), self._room_for_steps(device):
                 warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
