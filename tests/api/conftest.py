@@ -83,11 +83,14 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="session")
 def two_workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server like the shared one with two API workers. Tests leave it idle and healthy."""
+    """A server like the shared one with two API workers, whose steps verify drafts.
+
+    Tests leave it idle and healthy."""
     served = Server(
         str(model),
         *("--served-model-name", "tiny", "--num-gpu-blocks-override", "4096"),
         *("--api-workers", "2"),
+        *("--speculative-config", '{"method": "ngram"}'),
         cwd=tmp_path_factory.mktemp("two"),
     )
     yield served

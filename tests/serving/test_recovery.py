@@ -22,8 +22,9 @@ TOKENS = 96
 
 @pytest.fixture(scope="module")
 def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose engine two tests kill."""
+    """A server whose engine two tests kill. Its steps verify drafts."""
     flags = ("--enable-prefix-caching", "--logits-processors", "plugged:Unseen")
+    flags += ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
     served = Server(str(model), *flags, cwd=tmp_path_factory.mktemp("recovery"))
     yield served
     served.stop()

@@ -1,0 +1,74 @@
+"""How many drafts a step verifies."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from toolkit.scheduler.speculation import AcceptanceRates, StepCosts
+
+USEFUL = StepCosts.useful  # before the folder's fixture replaces it
+FLAT = [(1, 1.0), (8, 1.0), (64, 1.0)]
+STEEP = [(1, 1.0), (2, 1.9), (4, 3.7), (64, 60.0)]
+
+
+def useful(costs: StepCosts, drafts: list[int], rates: list[float], num_tokens: int) -> list[int]:
+    return USEFUL(costs, np.array(drafts, np.int32), np.array(rates), num_tokens).tolist()
+
+
+def speed(costs: StepCosts, drafts: tuple[int, ...], rates: list[float]) -> float:
+    """Return the expected tokens per second of a step of requests that decode."""
+    gained = sum(rate**n for count, rate in zip(drafts, rates, strict=True)
+                 for n in range(1, count + 1))  # fmt: skip
+    seconds = costs.at(np.array([len(drafts) + sum(drafts)], np.float64))[0]
+    return (len(drafts) + gained) / seconds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_choice_is_faster(seed: int):
+    rng = np.random.default_rng(seed)
+    seconds = np.cumsum(rng.random(6) * [1, 0.2, 0.1, 0.3, 1, 2]) + 0.5
+    costs = StepCosts(list(zip([1, 2, 3, 5, 8, 12], seconds.tolist(), strict=True)))
+    offered, rates = [3, 2, 4], rng.random(3).tolist()
+    chosen = useful(costs, offered, rates, 3)
+    best = max(speed(costs, one, rates) for one in product(range(4), range(3), range(5)))
+    assert speed(costs, tuple(chosen), rates) == pytest.approx(best)
+
+
+def test_steps_of_one_price_verify_all():
+    assert useful(StepCosts(FLAT), [3, 0, 5], [0.1, 0.9, 0.01], 3) == [3, 0, 5]
+    assert useful(StepCosts([]), [3, 0, 5], [0.1, 0.9, 0.01], 3) == [3, 0, 5]
+    assert useful(StepCosts(FLAT), [3, 2], [0.0, 0.0], 2) == [0, 0]
+    assert useful(StepCosts(STEEP), [3, 2], [0.8, 0.3], 2) == [0, 0]
+    assert useful(StepCosts(FLAT), [], [], 0) == []
+
+
+def test_padded_steps_verify_all_or_nothing():
+    plain, padded = [(1, 1.0), (8, 1.2), (64, 2.0)], [(1, 1.1), (8, 2.0), (64, 6.0)]
+    costs = StepCosts(plain, padded)
+    assert useful(costs, [4], [0.8], 1) == [4]
+    assert useful(costs, [4], [0.05], 1) == [0]
+    assert useful(costs, [4] * 8, [0.8] * 8, 8) == [4] * 8
+    assert useful(costs, [4] + [0] * 7, [0.8] * 8, 8) == [0] * 8  # one gains, all wait
+    assert useful(costs, [4] * 64, [0.5] * 64, 64) == [0] * 64
+    assert useful(costs, [4] * 64, [0.9] * 64, 64) == [4] * 64
+
+
+def test_rates_follow_each_request():
+    rates = AcceptanceRates(3)
+    rows = np.arange(3)
+    before = rates.of(rows)
+    assert (before == before[0]).all()
+    for _ in range(30):
+        rates.learn(rows, np.array([3, 3, 0], np.int32), np.array([3, 0, 0], np.int32))
+    good, bad, unknown = rates.of(rows)
+    assert good > 0.9
+    assert bad < 0.2
+    assert bad < unknown < good
+    rates.reset(0)
+    assert rates.of(rows)[0] == pytest.approx(unknown, abs=0.05)
+    for _ in range(600):  # without drafts, what was known fades
+        rates.learn(rows, np.zeros(3, np.int32), np.zeros(3, np.int32))
+    assert rates.of(rows)[1] > 0.4
