@@ -59,7 +59,9 @@ def paged_attention(
         k = k_cache[block, key_pos % block_size].float()  # [keys, num_kv_heads, head_size]
         v = v_cache[block, key_pos % block_size].float()
         queries = q[first_token:last_token].float()
-        queries = queries.reshape(len(queries), num_kv_heads, -1, q.shape[2])
+        queries = queries.reshape(
+            len(queries), num_kv_heads, q.shape[1] // num_kv_heads, q.shape[2]
+        )
 
         logits = torch.einsum("qhgd,khd->hgqk", queries, k) * scale
         if soft_cap:

@@ -56,7 +56,16 @@ ARROWS = {
     "models": {"attention", "distributed", "gguf", "kernels", "layers", "weights"},
     "lora": {"distributed", "kernels", "layers", "weights"},
     "pooling": {"models", "scheduler", "weights"},
-    "speculative": {"attention", "layers", "models", "sampling", "scheduler", "weights"},
+    "speculative": {
+        "attention",
+        "hardware",
+        "kernels",
+        "layers",
+        "models",
+        "sampling",
+        "scheduler",
+        "weights",
+    },
     "worker": {
         "attention",
         "distributed",

@@ -30,6 +30,8 @@ from .rotary import Transform, qk_norm_rope_write
 MAX_SPLITS = 64
 LONG_CONTEXT = 8192
 """Tokens from which one query takes longer than the step's prompts, unless its keys are split."""
+MAX_DECODE_ROWS = 64
+"""Rows of a decode tile. More take more registers than there are."""
 MAX_RESIDENT = 4
 """Decode programs that start together on a multiprocessor, so that their order does not matter."""
 
@@ -59,6 +61,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    is_decode: bool = False,
 ) -> Tensor:
     """Attend causally from packed queries to cached keys and values, accumulated in fp32.
 
@@ -72,7 +75,8 @@ def paged_attention(
 
     `max_query_len` and `max_seq_len` are upper bounds. They shape the launch, not the result. A
     request without queries (padding) is skipped. Rows of `out` past the last request keep their
-    values.
+    values. is_decode: no request has a prompt; several queries then are a token and its drafts, and
+    keys are split as for one. Each `max_query_len` has a kernel of its own.
 
     NOTE: on Hopper the kernels read everything but q and the cache before the kernel ahead of them
     ends (see `pdl`): it must be older.
@@ -85,8 +89,8 @@ def paged_attention(
     batch.check()
     logits = Logits(scale, sliding_window, soft_cap, sinks)
     splits = num_splits(batch, max_seq_len)
-    if max_query_len == 1:
-        decode(batch, logits, splits)
+    if max_query_len == 1 or (is_decode and max_query_len * batch.group <= MAX_DECODE_ROWS):
+        decode(batch, logits, splits, queries=max_query_len)
     elif batch.num_reqs > 1 and _multiple(batch) > 1 and max_seq_len > LONG_CONTEXT:
         decode(batch, logits, max(2, splits))
         prefill(batch, logits, singles=False)
@@ -280,19 +284,24 @@ class Logits(NamedTuple):
 
 
 def decode(
-    batch: Batch, logits: Logits, splits: int, own: Own | None = None, tile: Tile | None = None
+    batch: Batch,
+    logits: Logits,
+    splits: int,
+    own: Own | None = None,
+    tile: Tile | None = None,
+    queries: int = 1,
 ) -> None:
-    """Attend from requests with one query, by `splits` programs per KV head.
+    """Attend from requests with up to `queries` queries, by `splits` programs per KV head.
 
-    With `own`, q is the step's qkv."""
-    tile = tile or _decode_tile(batch)
+    With `own`, q is the step's qkv, of one query per request."""
+    tile = tile or _decode_tile(batch, queries)
     ordered = batch.order is not None and batch.programs_per_multiprocessor > MAX_RESIDENT
     num_heads, head_size = batch.out.shape[1:]
     device = batch.q.device
     pdl = supported(device)
     parts = log_sums = batch.out
     if splits > 1:
-        shape = (batch.num_reqs, num_heads, splits)
+        shape = (batch.num_reqs, queries * num_heads, splits)
         parts = torch.empty((*shape, head_size), dtype=torch.float32, device=device)
         log_sums = torch.empty(shape, dtype=torch.float32, device=device)
     decode_kernel[(batch.num_kv_heads, batch.num_reqs, splits)](
@@ -310,11 +319,12 @@ def decode(
         SPLIT=splits > 1,
         PDL=pdl,
         launch_pdl=pdl,
+        QUERIES=queries,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if splits > 1:
-        merge_kernel[(num_heads, batch.num_reqs)](
+        merge_kernel[(num_heads, batch.num_reqs, queries)](
             parts,
             log_sums,
             batch.out,
@@ -324,6 +334,7 @@ def decode(
             HEAD_SIZE=head_size,
             HEAD_PAD=batch.head_pad,
             SPLITS_PAD=_power_of_two(splits),
+            QUERIES=queries,
             PDL=pdl,
             launch_pdl=pdl,
             num_warps=4,
@@ -450,9 +461,9 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and has_gluon
 
 
-def _decode_tile(batch: Batch) -> Tile:
+def _decode_tile(batch: Batch, queries: int) -> Tile:
     """Return the fastest tile on an H200. See `--tune` of `tools.bench.kernels`."""
-    rows = max(16, _power_of_two(batch.group))
+    rows = max(16, _power_of_two(queries * batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
     keys = min(64, max(16, 8192 // row_bytes))
     return Tile(rows, keys, warps=2 if rows == 16 else 4, stages=3 if row_bytes <= 256 else 4)

@@ -322,20 +322,23 @@ def decode_kernel(
     LAST: tl.constexpr,
     PER_HEAD: tl.constexpr,
     CLIP: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     """Attend from the heads of a (KV head, request) to the keys of one split.
 
+    A request has 1 to QUERIES queries, its last tokens; others are skipped.
     If ORDERED, requests start in the order of `order_ptr`. If OWN, q is the projected qkv: the
     token's own key and value are not in the cache yet, and come last. That excludes splits, in
     which every program would repeat it. `sinks_ptr` and `q_cos_sin_ptr` may be None."""
-    tl.static_assert(not (OWN and SPLIT))
+    tl.static_assert(not (OWN and (SPLIT or QUERIES > 1)))
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     if ORDERED:
         request = tl.load(order_ptr + request).to(tl.int64)
     split = tl.program_id(2)
     token = tl.load(query_start_ptr + request).to(tl.int64)
-    single = tl.load(query_start_ptr + request + 1) - token == 1
+    num_queries = (tl.load(query_start_ptr + request + 1) - token).to(tl.int32)
+    single = (num_queries > 0) & (num_queries <= QUERIES)
     seq_len = tl.load(seq_len_ptr + request)
     table_ptr = _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT)
     k_ptr += kv_head.to(tl.int64) * kv_stride_head
@@ -344,6 +347,8 @@ def decode_kernel(
     begin = tl.zeros_like(seq_len)
     if SLIDING:
         begin = tl.maximum(begin, seq_len - window)
+        if QUERIES > 1:
+            begin = tl.maximum(begin - (num_queries - 1), 0)
     end = seq_len
     if OWN:
         end -= 1
@@ -393,10 +398,16 @@ def decode_kernel(
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD_PAD)
     head = kv_head * GROUP + row
-    in_group = (row < GROUP)[:, None]
+    is_head = row < GROUP
+    if QUERIES > 1:  # rows of a query follow each other
+        query = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        is_head = query < num_queries
+        token += tl.minimum(query, num_queries - 1)
+    in_group = is_head[:, None]
     in_head = dim < HEAD_SIZE
     stored = in_group & in_head[None, :]
-    q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None]
+    q_rows = q_ptr + (token * q_stride_token + head * q_stride_head)[:, None]
     if OWN:
         k_row = (
             q_ptr
@@ -429,7 +440,12 @@ def decode_kernel(
         q = tl.load(q_rows + dim[None, :], mask=stored, other=0.0)
     q = _like_cache(q, k_ptr)
 
-    row_max, row_sum = _start(sinks_ptr, head, row < GROUP)
+    row_max, row_sum = _start(sinks_ptr, head, is_head)
+    last_key = tl.zeros([ROWS], tl.int32) + (end - 1)
+    first_key = row
+    if QUERIES > 1:
+        last_key = seq_len - num_queries + query
+        first_key = last_key - (window - 1)
     if SPLIT and sinks_ptr is not None:
         row_sum = tl.where(split == 0, row_sum, 0.0)
     acc, row_max, row_sum = _attend(
@@ -439,8 +455,8 @@ def decode_kernel(
         row_sum,
         begin,
         end,
-        row,
-        tl.zeros([ROWS], tl.int32) + (end - 1),
+        first_key,
+        last_key,
         k_ptr,
         v_ptr,
         table_ptr,
@@ -453,7 +469,7 @@ def decode_kernel(
         HEAD_PAD,
         KEYS,
         CAPPED,
-        False,
+        SLIDING and QUERIES > 1,
         True,
     )
     if OWN:
@@ -492,15 +508,16 @@ def decode_kernel(
         acc = acc * decay[:, None] + weight[:, None] * own_v.to(tl.float32)
     result = acc / tl.maximum(row_sum, 1e-30)[:, None]
     if SPLIT:
-        part = (request * tl.num_programs(0) * GROUP + head) * splits + split
+        part = request * QUERIES
+        if QUERIES > 1:
+            part += query
+        part = (part * tl.num_programs(0) * GROUP + head) * splits + split
         tl.store(part_ptr + (part * HEAD_SIZE)[:, None] + dim[None, :], result, mask=stored)
         log_sum = row_max + tl.log2(tl.maximum(row_sum, 1e-30))
-        tl.store(
-            log_sum_ptr + part, tl.where(row_sum > 0, log_sum, -float("inf")), mask=row < GROUP
-        )
+        tl.store(log_sum_ptr + part, tl.where(row_sum > 0, log_sum, -float("inf")), mask=is_head)
     else:
         out_rows = (
-            out_ptr + token * out_stride_token + (head * out_stride_head)[:, None] + dim[None, :]
+            out_ptr + (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
         )
         tl.store(out_rows, result.to(out_ptr.dtype.element_ty), mask=stored)
 
@@ -518,19 +535,22 @@ def merge_kernel(
     HEAD_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
     PDL: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
-    """Merge the splits of a (head, request), weighted by the softmax of their log-sums."""
+    """Merge the splits of a (head, request, query), weighted by the softmax of their log-sums."""
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
+    query = tl.program_id(2)
     token = tl.load(query_start_ptr + request).to(tl.int64)
-    single = tl.load(query_start_ptr + request + 1) - token == 1
+    num_queries = (tl.load(query_start_ptr + request + 1) - token).to(tl.int32)
     wait(PDL)
     release(PDL)
-    if not single:
+    if (query >= num_queries) | (num_queries > QUERIES):
         return
+    token += query
     split = tl.arange(0, SPLITS_PAD)
     dim = tl.arange(0, HEAD_PAD)
-    part = (request * tl.num_programs(0) + head) * splits + split
+    part = ((request * QUERIES + query) * tl.num_programs(0) + head) * splits + split
     log_sum = tl.load(log_sum_ptr + part, mask=split < splits, other=-float("inf"))
     weight = tl.exp2(log_sum - tl.maximum(tl.max(log_sum, 0), -1e30))
     weight /= tl.maximum(tl.sum(weight, 0), 1e-30)

@@ -1,4 +1,4 @@
-"""What requests say about drafts, and what usage and metrics say."""
+"""Fields of requests about drafts, and drafts in usage and metrics."""
 
 from __future__ import annotations
 

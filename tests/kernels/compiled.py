@@ -85,6 +85,7 @@ DECODE = {
     "KEYS": 32,
     "SLIDING": False,
     "CAPPED": False,
+    "QUERIES": 1,
 }
 JOIN_TYPES = dict.fromkeys(("scale", "eps", "eps_2", "post_eps"), "fp32")
 JOIN = {
@@ -237,7 +238,9 @@ def main() -> None:
     )
     split = {"OWN": False, "SPLIT": True, "HALF": 0, "NORMED": False, "ORDERED": False}
     compile_kernel("decode, split", decode_kernel, DECODE_TYPES, DECODE | plain | split, 2, 3)
-    merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True}
+    several = split | {"QUERIES": 5, "ROWS": 32, "SLIDING": True}
+    compile_kernel("decode, drafts", decode_kernel, DECODE_TYPES, DECODE | plain | several, 4, 3)
+    merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True, "QUERIES": 1}
     compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
     compile_hopper("prefill on Hopper", 16, 4, "bf16")
     compile_hopper("prefill on Hopper, large blocks", 128, 7, "fp16")

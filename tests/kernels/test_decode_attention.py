@@ -211,3 +211,68 @@ def test_padding_requests_write_nothing(triton_attention, device, monkeypatch, s
             max_seq_len=1,
             scale=1.0,
         )
+
+
+SHORT = ((3, 9), (1, 70), (0, 5), (4, 4), (2, 33), (4, 90))
+"""A token and its drafts: (queries, context including them). One request is padding."""
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes", "window", "cap", "sinks", "cached", "splits", "indirect"),
+    pairwise(
+        [(4, 4), (14, 2), (5, 1), (16, 1)],
+        [(32, 16), (80, 5), (128, 16), (256, 64)],
+        [0, 1, 3, 40],
+        [0.0, 2.0],
+        [False, True],
+        [None, FP8],
+        [1, 2, 5],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_a_token_and_its_drafts(
+    triton_attention,
+    device,
+    monkeypatch,
+    heads,
+    sizes,
+    window,
+    cap,
+    sinks,
+    cached,
+    splits,
+    indirect,
+):
+    """Each query sees the keys up to its own."""
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    used = triton_attention.prefill
+    monkeypatch.setattr(triton_attention, "prefill", lambda *_, **__: pytest.fail("not decode"))
+    case = Case(
+        SHORT, heads[0], heads[1], *sizes, torch.float16 if cached else torch.float32, cached,
+        window, cap, sinks, device=device,
+    )  # fmt: skip
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    arguments, rows = list(inputs.arguments), None
+    if indirect:
+        rows = torch.randperm(len(SHORT), device=device).to(torch.int32)
+        arguments[5] = torch.zeros_like(inputs.block_table)
+        arguments[5][rows.long()] = inputs.block_table
+    options = {"rows": rows, "max_query_len": 4, "max_seq_len": 90, "is_decode": True}
+    actual = triton_attention.paged_attention(*arguments, **case.options, **options)
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert difference < TOLERANCE[case.dtype] * (4 if cached else 1)
+    assert used is not triton_attention.prefill
+
+
+def test_many_rows_are_left_to_the_kernel_of_prompts(triton_attention, device, monkeypatch):
+    case = Case(((9, 30),), heads=16, kv_heads=2, device=device)
+    inputs, calls = make(case), []
+    monkeypatch.setattr(triton_attention, "decode", lambda *_, **__: calls.append("decode"))
+    monkeypatch.setattr(triton_attention, "prefill", lambda *_, **__: calls.append("prefill"))
+    for most in (8, 9):
+        triton_attention.paged_attention(
+            *inputs.arguments, **case.options, max_query_len=most, max_seq_len=30, is_decode=True
+        )
+    assert calls == ["decode", "prefill"]

@@ -1,4 +1,4 @@
-"""How many drafts a step verifies."""
+"""The choice of how many drafts a step verifies."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_graphs_cost_little_time_and_memory(tmp_path):
 
 @pytest.mark.parametrize("limits", [(1, 64, 100), (5, 64, 200), (64, 320, 4096), (256, 8192, 9000)])
 def test_steps_with_drafts_fit_their_graphs(limits):
-    """Also prompts that are shorter than the number of drafts that a graph has room for."""
+    """Prompts may be shorter than the number of drafts that a graph has room for."""
     policy, rng = GraphPolicy(*limits, most_drafts=4), np.random.default_rng(0)
     num_verifying = 0
     for _ in range(300):

@@ -34,6 +34,8 @@ class AttentionBatch:
     The last layer skips the others after attention."""
     when_kept: Callable[[], None] | None = None
     """Is called when only the `wanted` tokens are left: products that follow have no others."""
+    verifies: bool = False
+    """Requests have their newest token and drafts, up to `max_query_len` in all, and no prompt."""
     is_adapted: bool = False  # some requests have LoRA adapters
     order: torch.Tensor | None = None  # [num_reqs], requests by descending context length
     query_lens: npt.NDArray[np.int32] | None = None  # on the host; None in a captured step

@@ -69,7 +69,7 @@ class FlashBackend(TritonBackend):
         batch: AttentionBatch,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        if batch.max_query_len == 1 or shape.sinks is not None:
+        if batch.max_query_len == 1 or batch.verifies or shape.sinks is not None:
             return super().attend(query, k_cache, v_cache, batch, shape)
         options = {
             "softmax_scale": shape.scale,

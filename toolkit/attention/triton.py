@@ -107,4 +107,5 @@ class TritonBackend(AttentionBackend):
             sliding_window=shape.sliding_window,
             soft_cap=shape.soft_cap,
             sinks=shape.sinks,
+            is_decode=batch.verifies,
         )

@@ -36,7 +36,7 @@ class DeviceLookup:
         self.drafts = torch.full(
             (num_rows, config.num_speculative_tokens), -1, dtype=torch.int32, device=device
         )
-        """Of the requests of the last step, padded with -1."""
+        """The drafts of the requests of the last step, padded with -1."""
 
     def place(self, new: NewRow) -> None:
         """Give a row to a request."""

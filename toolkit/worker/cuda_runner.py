@@ -153,14 +153,18 @@ class CudaRunner(ModelRunner):
 
     def _exact_shape(self, step: SchedulerOutput) -> StepShape:
         context_lens = step.num_computed + step.num_tokens
+        longest, num_drafts = int(step.num_tokens.max()), int(step.num_drafts.sum())
+        verifies = bool((num_own_tokens(step) == 1).all())
+        if verifies and num_drafts:  # kernels are compiled for this number
+            longest = 1 + self.policy.most_drafts
         return StepShape(
             step.total_tokens,
             len(step.rows),
-            int(step.num_tokens.max()),
+            longest,
             int(context_lens.max()),
             self._is_adapted(step),
-            int(step.num_drafts.sum()),
-            verifies=bool((num_own_tokens(step) == 1).all()),
+            num_drafts,
+            verifies,
         )
 
     def _logits_of(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
@@ -316,7 +320,8 @@ class CudaRunner(ModelRunner):
     def seconds(self, shape: StepShape) -> float:
         """Return how long the graph of a shape takes without requests."""
         self.state.send(_EMPTY)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         for _ in range(2):  # the first one fills caches
             begin.record()
             self._graphs[shape].graph.replay()

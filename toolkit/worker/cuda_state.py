@@ -253,6 +253,7 @@ class CudaBatchState(BatchState):
             block_table=self.block_table,
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
+            verifies=shape.verifies,
             order=self._order[:n],
         )
         return StepInputs(out[0], batch, sample_rows, sample_positions, adapters, points)
