@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Tokens = npt.NDArray[np.int32]
 
 SAMPLES, LATER = -1, -2
 """Ends of requests that sample: with the step, and after it, from other logits."""
@@ -115,9 +119,7 @@ def look_up_drafts(
     num_prompt_tokens: `[num_rows]`, may be strided; predictions: int32 `[num_rows, width]` and
     prediction_lengths: int32 `[num_rows]`, texts to look at before a row's own tokens; drafts:
     `[num_reqs, num_drafts]`, the same drafts, -1 where there is none. least, most: tokens of a
-    match. `speculative.ngram` defines which drafts."""
-    from toolkit.speculative.ngram import look_up
-
+    match. `look_up` defines which drafts."""
     for request, (row, end) in enumerate(zip(rows.tolist(), points.ends.tolist(), strict=True)):
         if end != when:
             continue
@@ -134,3 +136,41 @@ def look_up_drafts(
         drafts[request, : len(found)] = torch.from_numpy(found.copy())
         end = min(length + len(found), token_ids.shape[1])
         token_ids[row, length:end] = drafts[request, : end - length]
+
+
+def look_up(
+    tokens: Tokens, prediction: Tokens, num_prompt_tokens: int, number: int, sizes: tuple[int, int]
+) -> Tokens:
+    """Return up to `number` drafts that follow the tokens. `prediction` may be empty.
+
+    sizes: least and most tokens of a match. An output that begins the prediction continues so."""
+    if len(prediction):
+        output = tokens[num_prompt_tokens:]
+        if np.array_equal(prediction[: len(output)], output):
+            return prediction[len(output) : len(output) + number]
+        end = match(prediction, tokens, *sizes)
+        if 0 <= end < len(prediction):
+            return prediction[end : end + number]
+    end = match(tokens[:-1], tokens, *sizes)
+    if end < 0:
+        return tokens[:0]
+    # A repetition goes on past the end of the tokens: draft j is the token one period earlier.
+    return np.resize(tokens[end:], number)
+
+
+def match(text: Tokens, tokens: Tokens, least: int, most: int) -> int:
+    """Return the end of the latest of the longest matches of the end of `tokens` in `text`.
+
+    A match has `least` to `most` tokens. -1: there is none."""
+    if not len(tokens):
+        return -1
+    ends, found, length = np.flatnonzero(text == tokens[-1]) + 1, -1, 1
+    while len(ends):
+        if length >= least:
+            found = int(ends[-1])
+        length += 1
+        if length > min(most, len(tokens)):
+            break
+        ends = ends[ends >= length]
+        ends = ends[text[ends - length] == tokens[-length]]
+    return found

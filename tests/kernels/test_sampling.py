@@ -483,7 +483,7 @@ def test_penalties_skip_unknown_tokens_and_empty_rows(sampling, device):
 
 
 def test_counts_of_penalties_are_zero_again(sampling, device):
-    """The same holds for rows whose penalties are neutral."""
+    """Neutral penalties count nothing."""
     logits = random_logits(5, 300, torch.float32, device)
     case = histories(logits, [1500, 1400, -1, 1030, 700], num_prompt_tokens=70, num_tokens=300)
     counts = torch.zeros(8, 300, dtype=torch.int32, device=device)

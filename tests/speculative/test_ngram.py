@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from toolkit.speculative.ngram import look_up, match
+from toolkit.kernels.drafts import look_up, match
 
 
 def tokens(*values: int) -> np.ndarray:

@@ -4,10 +4,9 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.config import Speculation
+from toolkit.kernels.drafts import Tokens, look_up
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.speculative.drafter import NO_DRAFT, Drafts
-
-Tokens = npt.NDArray[np.int32]
 
 
 class NgramDrafter:
@@ -38,41 +37,3 @@ class NgramDrafter:
             found = look_up(tokens, *prediction, most, sizes)
             drafts[at, : len(found)] = found
         return drafts
-
-
-def look_up(
-    tokens: Tokens, prediction: Tokens, num_prompt_tokens: int, number: int, sizes: tuple[int, int]
-) -> Tokens:
-    """Return up to `number` drafts that follow the tokens. `prediction` may be empty.
-
-    sizes: least and most tokens of a match. An output that begins the prediction continues so."""
-    if len(prediction):
-        output = tokens[num_prompt_tokens:]
-        if np.array_equal(prediction[: len(output)], output):
-            return prediction[len(output) : len(output) + number]
-        end = match(prediction, tokens, *sizes)
-        if 0 <= end < len(prediction):
-            return prediction[end : end + number]
-    end = match(tokens[:-1], tokens, *sizes)
-    if end < 0:
-        return tokens[:0]
-    # A repetition goes on past the end of the tokens: draft j is the token one period earlier.
-    return np.resize(tokens[end:], number)
-
-
-def match(text: Tokens, tokens: Tokens, least: int, most: int) -> int:
-    """Return the end of the latest of the longest matches of the end of `tokens` in `text`.
-
-    A match has `least` to `most` tokens. -1: there is none."""
-    if not len(tokens):
-        return -1
-    ends, found, length = np.flatnonzero(text == tokens[-1]) + 1, -1, 1
-    while len(ends):
-        if length >= least:
-            found = int(ends[-1])
-        length += 1
-        if length > min(most, len(tokens)):
-            break
-        ends = ends[ends >= length]
-        ends = ends[text[ends - length] == tokens[-length]]
-    return found
