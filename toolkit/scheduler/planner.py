@@ -79,7 +79,8 @@ class Planner(LiveRequests):
             num_tokens *= in_flight == 0
             decoding = np.flatnonzero(num_tokens == 1)
             num_tokens[decoding[self._stage_share(len(decoding)) :]] = 0
-        if has_drafts := bool(np.count_nonzero(rows.drafts.take(where))):
+        has_drafts = self.most_step_drafts > 0 and np.count_nonzero(rows.drafts.take(where)) > 0
+        if has_drafts:
             num_tokens += self._num_drafts(where, num_tokens, self.most_step_drafts)
         total = int(np.add.reduce(num_tokens))
         if total > step.budget:

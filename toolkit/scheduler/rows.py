@@ -73,6 +73,16 @@ class Rows:
         self.constrained[request.row] = False
         request.leave()
 
+    def append_ones(self, rows: npt.NDArray[np.intp], token_ids: IntArray) -> npt.NDArray[np.bool_]:
+        """Append one token to each row, which was assumed. Returns who ended."""
+        known = self.tokens.take(rows)
+        self.in_flight[rows] = in_flight = self.in_flight.take(rows) - 1
+        known -= in_flight
+        self.tails[rows, (known - 1) % self.width] = token_ids
+        if self.draft_tokens.shape[1]:
+            self.fresh[rows] = 1
+        return self.ended(rows, token_ids, known)
+
     def append(
         self,
         rows: npt.NDArray[np.intp],

@@ -48,11 +48,15 @@ class Scheduler(Planner):
         self, step: StepInFlight, which: RowArray, output: SchedulerOutput, result: ModelOutput
     ) -> StepResults:
         """Append the tokens of the requests that sampled: `which`, as indices into the step."""
+        rows, drafts = step.rows.take(which), result.drafts
+        is_current = step.num_rows_released == self._num_rows_released
+        if result.counts is None and drafts is None and is_current:
+            return self._append_ones(step, which, rows, result)
         table, others, token_ids = self._rows, list[StepResult](), result.token_ids
-        rows, num_sampled, drafts = step.rows.take(which), output.num_sampled, result.drafts
+        num_sampled = output.num_sampled
         counts = num_sampled if result.counts is None else result.counts
         firsts = (counts.cumsum() - counts).astype(np.int64)
-        if step.num_rows_released != self._num_rows_released:
+        if not is_current:
             stays = table.taken_at.take(rows) <= output.step
             for at in np.flatnonzero(~stays).tolist():
                 late, first, count = step.requests[which.item(at)], firsts.item(at), counts.item(at)
@@ -79,6 +83,23 @@ class Scheduler(Planner):
                 ]
             others.append(self._result_of(request, tokens[-1], first + len(tokens) - 1, result))
         return results
+
+    def _append_ones(
+        self, step: StepInFlight, which: RowArray, rows: RowArray, result: ModelOutput
+    ) -> StepResults:
+        """Append one token to each of the rows: `_append_all` for steps without drafts."""
+        table, token_ids, samples = self._rows, result.token_ids, np.arange(len(which))
+        told = table.append_ones(rows, token_ids)
+        told |= table.needs_own_output.take(rows)
+        silent = told | table.is_final_only.take(rows)
+        clients, numbers = table.clients.take(rows), table.numbers.take(rows)
+        if not np.count_nonzero(silent):
+            return StepResults(clients, numbers, token_ids, [], samples)
+        plain, others = ~silent, list[StepResult]()
+        for at in np.flatnonzero(told).tolist():
+            request = step.requests[which.item(at)]
+            others.append(self._result_of(request, token_ids.item(at), at, result))
+        return StepResults(clients[plain], numbers[plain], token_ids[plain], others, samples[plain])
 
     def _count_drafts(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
         """Add a step's drafts to the statistics."""

@@ -98,9 +98,11 @@ class CudaRunner(ModelRunner):
         hidden = self._forward(self._exact_shape(step)) if graph is None else graph.out
         self.model.stage.send(hidden[: step.total_tokens])
 
-    def _send_inputs(self, step: SchedulerOutput) -> Graph | None:
+    def _send_inputs(
+        self, step: SchedulerOutput, later: npt.NDArray[np.bool_] | None = None
+    ) -> Graph | None:
         """Send the step's inputs. Return the graph that it fits into."""
-        self.state.send(step)
+        self.state.send(step, later)
         if not self.model.stage.is_first:
             self.model.stage.receive(self._received[: step.total_tokens])
         return self._graph_for(step)
@@ -111,17 +113,17 @@ class CudaRunner(ModelRunner):
         return computed
 
     def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
-        graph = self._send_inputs(step)
+        later = self.state.samples_later(step)
+        graph = self._send_inputs(step, later)
         hidden = None
-        shape = self._exact_shape(step)
         if graph is not None:
             graph.graph.replay()
             logits = graph.out
         elif self._keeps_hidden(step):
-            hidden, logits = self._forward_keeping_hidden(shape)
+            hidden, logits = self._forward_keeping_hidden(self._exact_shape(step))
         else:
-            logits = self._forward(shape)
-        return hidden, functools.partial(self._collect_samples, step, shape, logits)
+            logits = self._forward(self._exact_shape(step))
+        return hidden, functools.partial(self._collect_samples, step, later, logits)
 
     def _forward(self, shape: StepShape) -> torch.Tensor:
         """Run the step that was sent, and sample its tokens.
@@ -203,13 +205,16 @@ class CudaRunner(ModelRunner):
             self.lookup.propose(points, when, rows, state)
 
     def _collect_samples(
-        self, step: SchedulerOutput, shape: StepShape, logits: torch.Tensor, masks: Masks | None
+        self,
+        step: SchedulerOutput,
+        later: npt.NDArray[np.bool_] | None,
+        logits: torch.Tensor,
+        masks: Masks | None,
     ) -> Sampled:
         sampling, firsts = self.state.sampling, first_points(step)
-        later = self.state.samples_later(step)
-        if np.count_nonzero(later):
+        if later is not None:
             self._sample_again(step, logits, later, masks)
-        tokens = self._sampled[: shape.num_points]
+        tokens = self._sampled[: firsts[-1]]
         which = np.flatnonzero(step.samples)
         failures = sampling.processors.take_failures(step.rows[which])
         k = int(sampling.num_logprobs[step.rows[which]].max()) if len(which) else -1

@@ -155,11 +155,13 @@ class CudaBatchState(BatchState):
             int(block_runs[:, 3].max()),
         )
 
-    def send(self, step: SchedulerOutput) -> None:
-        """Send a step's numbers to the device, padded to all requests."""
+    def send(self, step: SchedulerOutput, later: npt.NDArray[np.bool_] | None = None) -> None:
+        """Send a step's numbers to the device, padded to all requests.
+
+        later: which requests sample after the step's graph; None: none does."""
         n, size = len(step.rows), self._num_reqs
         packed = np.empty(self._ends[-1], np.int32)
-        rows, starts, lens, samples, order, later, *others = np.split(packed, self._ends[:-1])
+        rows, starts, lens, samples, order, again, *others = np.split(packed, self._ends[:-1])
         rows[:n], rows[n:] = step.rows, size
         starts[0] = 0
         np.cumsum(step.num_tokens, out=starts[1 : n + 1])
@@ -170,14 +172,15 @@ class CudaBatchState(BatchState):
         samples[n:] = -1
         order[:n] = np.argsort(-lens[:n])
         order[n:] = np.arange(n, size)
-        is_late = self.samples_later(step)
-        later[:] = -1
-        if np.count_nonzero(is_late):
-            _, points = points_of(step, is_late)
-            later[: len(points)] = points
+        again[:] = -1
+        if later is not None:
+            _, points = points_of(step, later)
+            again[: len(points)] = points
         if self.verifies:
             firsts, ends = others[:2]
-            ends[:n] = np.where(step.samples, np.where(is_late, LATER, SAMPLES), lens[:n])
+            ends[:n] = np.where(step.samples, SAMPLES, lens[:n])
+            if later is not None:
+                ends[:n][later] = LATER
             ends[n:] = 0
             firsts[: n + 1] = first_points(step)
             firsts[n + 1 :] = firsts[n]
@@ -186,11 +189,11 @@ class CudaBatchState(BatchState):
             self.active.pack(self.adapters[step.rows], index, used)
         self._staging.send_into(self._packed, [packed])
 
-    def samples_later(self, step: SchedulerOutput) -> npt.NDArray[np.bool_]:
-        """Return which requests sample after the step's graph, from changed logits."""
+    def samples_later(self, step: SchedulerOutput) -> npt.NDArray[np.bool_] | None:
+        """Return which requests sample after the step's graph, from changed logits. None: none."""
         later: npt.NDArray[np.bool_] = step.samples & self.sampling.is_special(step.rows)
         later[step.constrained] = True
-        return later
+        return later if np.count_nonzero(later) else None
 
     @property
     def sample_places(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,8 +266,9 @@ def first_points(step: SchedulerOutput) -> npt.NDArray[np.int64]:
     """Return the first point of each request, and the number of all: [num_reqs + 1].
 
     A request has one, and one for each draft."""
-    drafts = step.num_drafts if len(step.num_drafts) else np.zeros_like(step.num_tokens)
-    return np.concatenate(([0], (drafts + 1).cumsum()))
+    if not len(step.num_drafts):
+        return np.arange(len(step.rows) + 1)
+    return np.concatenate(([0], (step.num_drafts + 1).cumsum()))
 
 
 def points_of(
