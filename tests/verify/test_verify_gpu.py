@@ -44,10 +44,12 @@ def test_right_models_are_ok(checkpoint, name, settings):
 def test_graph_with_a_stale_pointer_is_found(checkpoint, monkeypatch, dtype):
     """A graph reads the cache slots of the step before its capture; other steps read their own."""
     run_layers, copies = Decoder._run_layers, {}
+    kept = []  # freed slots would be overwritten by anything, and then written to
 
     def run(model: Decoder, x: torch.Tensor, batch: Any) -> torch.Tensor:
         if not torch.cuda.is_current_stream_capturing():
             copies[len(x)] = batch.slot_mapping.clone()
+            kept.append(copies[len(x)])
         return run_layers(model, x, dataclasses.replace(batch, slot_mapping=copies[len(x)]))
 
     monkeypatch.setattr(Decoder, "_run_layers", run)
