@@ -209,6 +209,10 @@ async def test_server_counters_are_compared(server):
             "# TYPE vllm:prefix_cache_hits counter\n"
             f"vllm:prefix_cache_hits_total {hits}\n"
             f"# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total {preemptions}\n"
+            "# TYPE vllm:spec_decode_num_draft_tokens counter\n"
+            f"vllm:spec_decode_num_draft_tokens_total {queries}\n"
+            "# TYPE vllm:spec_decode_num_accepted_tokens counter\n"
+            f"vllm:spec_decode_num_accepted_tokens_total {queries * 0.75}\n"
             f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running {running}\n"
             "# TYPE vllm:request_queue_time_seconds histogram\n"
             f'vllm:request_queue_time_seconds_bucket{{le="+Inf"}} {queries}\n'
@@ -221,9 +225,10 @@ async def test_server_counters_are_compared(server):
     found = as_json(outcome)["server_metrics"]
     assert found["prefix_hit_ratio"] == pytest.approx(500 / 2000)
     assert found["preemptions"] == 4
+    assert found["draft_acceptance"] == pytest.approx(0.75)
     assert found["queue_s"] == pytest.approx(0.002)
     shown = table(outcome)
-    assert "25% of prompt tokens cached, 4 preemptions, 2.00 ms queued" in shown
+    assert "25% of prompt tokens cached, 4 preemptions, 75% of draft tokens right" in shown
     assert "had other requests when the run began" in shown
 
 

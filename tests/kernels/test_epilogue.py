@@ -260,7 +260,8 @@ class Chain:
     """The products of a few layers, with the norms between them, in a graph."""
 
     def __init__(self, kernels, product, weights: list[list], tokens: int, slots) -> None:
-        device = weights[0][0][0].device
+        first = weights[0][0]
+        device = (first if isinstance(first, torch.Tensor) else first.values).device
         dtype, norms = torch.bfloat16, 2 * LAYERS
         self._kernels, self._product, self._weights = kernels, product, weights
         self._x = torch.randn(tokens, HIDDEN, device=device).to(dtype)

@@ -47,6 +47,22 @@ async def test_snapshot_is_plain_text_of_100_columns(metrics, canned):
     assert re.search(r"why slow    \w+: .*\ntry         .*--max-num", text)
 
 
+async def test_snapshot_has_the_acceptance_of_drafts(metrics, canned):
+    counts = {"num_drafts": 50, "num_draft_tokens": 100, "num_accepted_tokens": 60}
+    page = "".join(
+        f"# TYPE tk:spec_decode_{name}_total counter\ntk:spec_decode_{name}_total {count}\n"
+        for name, count in counts.items()
+    )
+    page += "# TYPE tk:spec_decode_num_accepted_tokens_per_pos_total counter\n"
+    for position, count in (("1", 20), ("0", 40)):
+        labels = f'position="{position}"'
+        page += f"tk:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {count}\n"
+    state = state_over(canned([metrics(10) + page, metrics(12) + page]))
+    await take_readings(state, None)
+    assert "drafts      60%: 80 40\n" in snapshot(state)
+    assert json.loads(as_json(state))["servers"][0]["acceptance_by_position"] == [0.8, 0.4]
+
+
 async def test_json_has_numbers_in_base_units(metrics, canned):
     state = state_over(canned([metrics(10), metrics(12)]), canned([None]))
     await take_readings(state, None)

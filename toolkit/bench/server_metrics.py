@@ -14,6 +14,8 @@ COUNTERS = (
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
     "num_preemptions_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
     "request_queue_time_seconds_sum",
     "request_queue_time_seconds_count",
 )
@@ -70,6 +72,13 @@ class ServerChange:
         return None if hits is None or not queries else hits / queries
 
     @property
+    def draft_acceptance(self) -> float | None:
+        """Fraction of draft tokens that were right. None if no step verified any."""
+        accepted = self.increase("spec_decode_num_accepted_tokens")
+        drafted = self.increase("spec_decode_num_draft_tokens")
+        return None if accepted is None or not drafted else accepted / drafted
+
+    @property
     def queue_s(self) -> float | None:
         """Mean seconds of a request in the server's queue."""
         name = "request_queue_time_seconds"
@@ -95,5 +104,6 @@ class ServerChange:
             "after": dict(self.after),
             "prefix_hit_ratio": self.prefix_hit_ratio,
             "preemptions": self.increase("num_preemptions"),
+            "draft_acceptance": self.draft_acceptance,
             "queue_s": self.queue_s,
         }

@@ -82,6 +82,11 @@ def _text(server: Server) -> str:
         "batch": wording.decimal(view.batch_size),
         "kv cache": wording.percent(view.kv_usage),
         "prefix hits": wording.percent(view.prefix_hit_rate),
+        **(
+            {"drafts": drafts}
+            if (drafts := wording.drafts(view.draft_acceptance, view.acceptance_by_position))
+            else {}
+        ),
         "preemptions": wording.count(view.preemptions),
         **_gpu(view),
         "why slow": f"{found.kind}: {found.text}",

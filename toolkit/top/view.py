@@ -39,6 +39,9 @@ class View:
     steps_rate: float | None = None  # over the span
     kv_usage: float | None = None
     prefix_hit_rate: float | None = None  # over the span
+    draft_acceptance: float | None = None  # share of right draft tokens, over the span
+    acceptance_by_position: list[float] = field(default_factory=list)
+    """Share of steps with drafts whose first, second, … draft was right, since the start."""
     preemptions: float | None = None  # since the server's start
     recent_preemptions: float | None = None  # over the span
     gpu_memory_used: float | None = None  # bytes
@@ -80,6 +83,10 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
     )
     queries = totals.increase("prefix_cache_queries_total")
     hits = totals.increase("prefix_cache_hits_total")
+    drafted = totals.increase("spec_decode_num_draft_tokens_total")
+    accepted = totals.increase("spec_decode_num_accepted_tokens_total")
+    num_drafts = totals.sum("spec_decode_num_drafts_total")
+    by_position = totals.parts("spec_decode_num_accepted_tokens_per_pos_total")
     return View(
         model=", ".join(sorted({window.new.model for window in windows} - {""})),
         version=", ".join(sorted({window.new.version for window in windows} - {""})),
@@ -109,6 +116,13 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
         steps_rate=steps.count / totals.seconds if steps.count and totals.seconds else None,
         kv_usage=totals.mean("kv_cache_usage_perc"),
         prefix_hit_rate=hits / queries if hits is not None and queries else None,
+        draft_acceptance=accepted / drafted if accepted is not None and drafted else None,
+        acceptance_by_position=[
+            count / num_drafts
+            for _, count in sorted(by_position.items(), key=lambda one: int(one[0]))
+        ]
+        if num_drafts
+        else [],
         preemptions=totals.sum("num_preemptions_total"),
         recent_preemptions=totals.increase("num_preemptions_total"),
         gpu_memory_used=totals.sum("gpu_memory_used_bytes"),

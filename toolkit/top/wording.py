@@ -1,6 +1,6 @@
 """Numbers as the screen and the snapshot show them. Unknown numbers are a dash."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from toolkit import units
 
@@ -44,6 +44,13 @@ def percent(value: float | None, digits: int = 1) -> str:
     if value is None:
         return NOTHING
     return f"<{10.0**-digits:g}%" if 0 < value < 0.005 * 10.0**-digits else f"{value:.{digits}%}"
+
+
+def drafts(acceptance: float | None, by_position: Sequence[float]) -> str:
+    """Format shares of right drafts: `62%: 80 61 45`. Empty if there are none."""
+    if acceptance is None:
+        return ""
+    return f"{percent(acceptance, 0)}: {' '.join(f'{100 * share:.0f}' for share in by_position)}"
 
 
 def seconds(value: float | None) -> str:

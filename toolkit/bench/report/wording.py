@@ -86,6 +86,8 @@ def describe_server(outcome: Outcome) -> str | None:
         parts.append(f"{ratio:.0%} of prompt tokens cached")
     if preempted is not None:
         parts.append(f"{preempted:,.0f} preemptions")
+    if server.draft_acceptance is not None:
+        parts.append(f"{server.draft_acceptance:.0%} of draft tokens right")
     if server.queue_s is not None:
         parts.append(f"{ms(server.queue_s)} queued (mean)")
     return ", ".join(parts) or None

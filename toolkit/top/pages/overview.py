@@ -202,6 +202,11 @@ def _steps(view: View, width: int) -> Block:
         ("per sec.", [(f"{wording.decimal(view.steps_rate):>6}", "value")]),
         ("tokens", [(f"{wording.decimal(view.step_tokens):>6}", "value"), (" in each", "dim")]),
         ("requests", [(f"{wording.decimal(view.batch_size):>6}", "value"), (" in each", "dim")]),
+        *(
+            [("drafts", [(f"  {drafts}", "value")])]
+            if (drafts := wording.drafts(view.draft_acceptance, view.acceptance_by_position))
+            else []
+        ),
     )
 
 

@@ -40,6 +40,7 @@ PARTS = {
     "process_resident_memory_bytes": "process",
     "gpu_utilization_perc": "gpu",
     "gpu_power_watts": "gpu",
+    "spec_decode_num_accepted_tokens_per_pos_total": "position",
     "lora_requests_running": "lora_name",
     "lora_requests_waiting": "lora_name",
 }  # metrics that are also read by label
