@@ -22,11 +22,14 @@ CONFIGS = {
     "mistral": transformers.MistralConfig(**HIDDEN, **HEADS, **ROOM, sliding_window=100),
     "gpt2": transformers.GPT2Config(n_layer=3, n_embd=768, n_head=12, vocab_size=1501),
 }
+DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
 CASES = {
     "qwen3": ("qwen3", {"dtype": "bfloat16"}),
     "fp8": ("qwen3", {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "eager, given blocks": ("qwen3", {"enforce_eager": True, "num_gpu_blocks_override": 4096}),
     "window, float16": ("mistral", {"dtype": "float16"}),
+    "drafts": ("qwen3", {"dtype": "bfloat16", **DRAFTS}),
+    "drafts, eager": ("mistral", {"dtype": "bfloat16", "enforce_eager": True, **DRAFTS}),
     "gpt2": ("gpt2", {"dtype": "float16"}),
     "float32, fewer requests": ("gpt2", {"dtype": "float32", "max_num_seqs": 5}),
 }
@@ -63,8 +66,15 @@ def test_no_shape_of_a_step_compiles(llm: LLM, caplog: pytest.LogCaptureFixture)
         for n in range(1, min(most, tokens - 1) + 1)
         if tokens <= n * longest
     ]
+    drafts = worker.runner.policy.most_drafts
+    verifying = [
+        StepShape(tokens, n, 1 + drafts, context, num_drafts=tokens - n, verifies=True)
+        for n in (range(1, most + 1) if drafts else ())
+        for tokens in {n + 1, n * (1 + drafts)}
+        for context in (65, 1000, longest)
+    ]
     with caplog.at_level(logging.WARNING), torch.inference_mode(), worker._on_stream():
-        worker.runner.rehearse(decode + mixed)
+        worker.runner.rehearse(decode + mixed + verifying)
         torch.cuda.synchronize()
     assert worker.runner.num_compiled() == 0, caplog.text
 
@@ -79,8 +89,8 @@ def test_no_option_of_a_request_compiles(llm: LLM, caplog: pytest.LogCaptureFixt
         {"allowed_token_ids": [3, 4, 9], "seed": 5},
         {"n": 3},
     ]
-    params = [SamplingParams(max_tokens=4, ignore_eos=True, **more) for more in options]
-    prompts = [{"prompt_token_ids": list(range(1, 5 + 17 * i))} for i in range(len(params))]
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, **more) for more in options]
+    prompts = [{"prompt_token_ids": list(range(1, 5 + 9 * i)) * 2} for i in range(len(params))]
     worker = llm._core.executor._worker
     worker.runner.num_compiled()
     counts: list[int] = []

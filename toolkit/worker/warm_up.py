@@ -86,7 +86,12 @@ class WarmUp:
         contexts = self._up_to(_CONTEXTS, longest)
         shapes = [StepShape(1, 1, 1, context) for context in contexts]
         shapes += [StepShape(n, n, 1, longest) for n in policy.decode_sizes]
-        shapes += [policy.verify_shape(n) for n in policy.verify_sizes]
+        verifying = [policy.verify_shape(n) for n in policy.verify_sizes]
+        shapes += verifying + [
+            replace(one, max_seq_len=max(one.max_query_len, context))
+            for one in verifying[:1]
+            for context in contexts
+        ]
         sizes = self._up_to(sorted({*row_classes, *policy.mixed_sizes}), policy.most_tokens)
         for tokens in sizes:
             is_any_count = tokens <= row_classes[-1] or tokens == sizes[-1]
