@@ -7,6 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from toolkit.config import Speculation
+from toolkit.errors import ConfigError
 from toolkit.scheduler.speculation import AcceptanceRates, StepCosts
 
 USEFUL = StepCosts.useful  # before the folder's fixture replaces it
@@ -72,3 +74,22 @@ def test_rates_follow_each_request():
     for _ in range(600):  # without drafts, what was known fades
         rates.learn(rows, np.zeros(3, np.int32), np.zeros(3, np.int32))
     assert rates.of(rows)[1] > 0.4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "method is missing; it is one of ngram, draft_model, eagle, eagle3."),
+        ({"method": "ngrm"}, "unknown method 'ngrm'; known: .* Did you mean ngram\\?"),
+        ({"method": "ngram", "tokens": 3}, "unknown field 'tokens'; known: method, "),
+        ({"method": "ngram", "num_speculative_tokens": 17}, "must be 1 to 16."),
+        ({"method": "ngram", "prompt_lookup_min": 5}, "prompt_lookup_min must be at least 1"),
+        ({"method": "ngram", "model": "gpt2"}, "the method ngram has no model."),
+        ({"method": "eagle3"}, "the method eagle3 needs a model."),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_one_error(given: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        Speculation.parse(given)

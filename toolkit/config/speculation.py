@@ -37,9 +37,8 @@ class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             else:
                 problem = found._problem()
         if problem is not None:
-            raise ConfigError(
-                f"--speculative-config: {problem.rstrip('.?')}.", param="speculative_config"
-            )
+            end = "" if problem.endswith((".", "?")) else "."
+            raise ConfigError(f"--speculative-config: {problem}{end}", param="speculative_config")
         if not found.num_speculative_tokens:
             default = 4 if found.method == "ngram" else 3
             found = msgspec.structs.replace(found, num_speculative_tokens=default)
