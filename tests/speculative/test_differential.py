@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.speculative.drafting import logged_steps, save_llama
+from tests.speculative.drafting import StepLog, logged_steps, save_llama
 from toolkit import LLM, SamplingParams
+from toolkit.engine.outputs import CompletionOutput, Delta, LogprobList, RequestOutput
 from toolkit.sampling.params import StructuredOutputsParams
 
 NUM_REQUESTS = 200
@@ -84,11 +86,9 @@ class Answers:
     logprobs: list[list[float]]
 
 
-def run(llm: LLM) -> Answers:
-    prompts, params = random_requests()
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+def answers_of(outputs: list[RequestOutput]) -> Answers:
     answers = Answers([], [])
-    for one in llm.generate(inputs, params, use_tqdm=False):
+    for one in outputs:
         positions = [at for at in one.prompt_logprobs or () if at]
         facts: list[Any] = [one.prompt_logprobs and len(one.prompt_logprobs)]
         for answer in one.outputs:
@@ -102,6 +102,11 @@ def run(llm: LLM) -> Answers:
     return answers
 
 
+def run(llm: LLM) -> list[RequestOutput]:
+    prompts, params = random_requests()
+    return llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     small = {"hidden_size": 32, "num_hidden_layers": 1}
@@ -112,13 +117,35 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(folders: tuple[Path, Path]) -> Answers:
+def expected(folders: tuple[Path, Path]) -> list[RequestOutput]:
     llm = LLM(str(folders[0]), **SETTINGS, swap_space=0.001)
     found = run(llm)
     llm.shutdown()
-    reasons = Counter(fact for facts in found.facts for fact in facts if isinstance(fact, str))
+    reasons = Counter(answer.finish_reason for one in found for answer in one.outputs)
     assert min(reasons["stop"], reasons["length"]) > 20
+    assert sum(one.num_cached_tokens > 0 for one in found) > 20
     return found
+
+
+def require_equal(expected: list[RequestOutput], found: list[RequestOutput]) -> None:
+    plain, drafted = answers_of(expected), answers_of(found)
+    for number, (one, other) in enumerate(zip(plain.facts, drafted.facts, strict=True)):
+        assert one == other, number
+    for one, other in zip(plain.logprobs, drafted.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def require_allowed_drafts(log: StepLog) -> None:
+    """Check that no step verified more drafts of a request than it wants."""
+    wanted: dict[int, int | None] = {}
+    num_limited = 0
+    for step, _ in log.steps:
+        wanted |= {new.row: new.spec.params.num_speculative_tokens for new in step.new_rows}
+        for row, count in zip(step.rows.tolist(), step.num_drafts.tolist(), strict=False):
+            if (most := wanted[row]) is not None:
+                assert count <= most
+                num_limited += count == most > 0
+    assert num_limited > 10
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.001], ids=["recomputed", "swapped"])
@@ -132,14 +159,87 @@ def test_drafts_change_nothing(folders, expected, drafter, swap_space):
     with logged_steps(llm) as log:
         found = run(llm)
     llm.shutdown()
-    for number, (one, other) in enumerate(zip(expected.facts, found.facts, strict=True)):
-        assert one == other, number
-    for one, other in zip(expected.logprobs, found.logprobs, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+    require_equal(expected, found)
     low, high = {"ngram": (0.02, 0.9), "itself": (0.7, 1.0), "other": (0.0, 0.5)}[drafter]
     assert low <= log.acceptance_rate <= high
     assert log.num_drafts > 500
+    assert sum(one.num_cached_tokens > 0 for one in found) > 20
+    require_allowed_drafts(log)
     num_placed = sum(len(step.new_rows) for step, _ in log.steps)
-    assert num_placed > sum(facts.count("stop") + facts.count("length") for facts in found.facts)
+    assert num_placed > sum(len(one.outputs) for one in found)
     assert any(step.swap_in for step, _ in log.steps) == (swap_space > 0)
     assert any(step.samples.any() and not step.samples.all() for step, _ in log.steps)
+
+
+@dataclass
+class Streamed:
+    """A request whose output is read as it grows."""
+
+    number: int
+    deltas: Iterator[Delta]
+    leaves_at: int  # number of deltas after which its client leaves
+    output: RequestOutput
+    num_read: int = 0
+
+    def read(self) -> bool:
+        """Read a delta. Return False after the last one."""
+        delta = next(self.deltas, None)
+        self.num_read += 1
+        if delta is None or self.num_read > self.leaves_at:
+            self.deltas.close()
+            return False
+        answer = self.output.outputs[delta.index]
+        assert answer.finish_reason is None, "a delta follows the last one"
+        answer.text += delta.text
+        answer.token_ids += delta.token_ids
+        answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+        for name, holder in (("logprobs", answer), ("prompt_logprobs", self.output)):
+            if (new := getattr(delta, name)) is not None:
+                if getattr(holder, name) is None:
+                    setattr(holder, name, LogprobList(None))
+                getattr(holder, name).extend(new)
+        return True
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("drafter", ["ngram", "itself"])
+def test_streams_with_drafts_are_those_without(folders, expected, drafter, is_async):
+    """Requests come one after another, and the clients of some leave early."""
+    config: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
+    if drafter == "itself":
+        config = {"method": "draft_model", "model": str(folders[0]), "num_speculative_tokens": 3}
+    llm = LLM(str(folders[0]), **SETTINGS, async_scheduling=is_async, speculative_config=config)
+    rng = random.Random(1)
+    waiting, running, done = list(enumerate(zip(*random_requests(), strict=True))), [], []
+    with logged_steps(llm) as log:
+        while waiting or running:
+            while waiting and len(running) < 16:
+                number, (prompt, params) = waiting.pop(0)
+                deltas = llm.stream({"prompt_token_ids": prompt}, params)
+                answers = [CompletionOutput(index) for index in range(params.n)]
+                output = RequestOutput(str(number), None, prompt, answers)
+                leaves_at = rng.choice([1000, 1000, 1, 2])
+                running.append(Streamed(number, deltas, leaves_at, output))
+            one = rng.choice(running)
+            if not one.read():
+                running.remove(one)
+                done.append(one)
+    assert not llm._core.has_work
+    llm.shutdown()
+    done.sort(key=lambda one: one.number)
+    stays = [all(answer.finished for answer in one.output.outputs) for one in done]
+    assert min(stays.count(True), stays.count(False)) > 40
+    for one, ended in zip(done, stays, strict=True):
+        whole = expected[one.number]
+        for answer, other in zip(one.output.outputs, whole.outputs, strict=True):
+            # Sums of log-probabilities are not streamed.
+            answer.cumulative_logprob = other.cumulative_logprob
+            if not ended:
+                assert other.token_ids[: len(answer.token_ids)] == answer.token_ids
+                assert other.text.startswith(answer.text)
+    require_equal(
+        [one for one, ended in zip(expected, stays, strict=True) if ended],
+        [one.output for one, ended in zip(done, stays, strict=True) if ended],
+    )
+    assert log.num_drafts > 500
+    assert 0.02 < log.acceptance_rate < 1

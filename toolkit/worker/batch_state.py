@@ -10,6 +10,7 @@ from toolkit.attention import AttentionBatch
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
 from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.speculative.drafter import NO_DRAFT
 from toolkit.worker.sample_points import SamplePoints
 
 IntArray = npt.NDArray[np.integer[Any]]
@@ -38,6 +39,9 @@ class BatchState:
         self.sampling = SamplingState(num_rows, device, processors)
         self.lengths = np.zeros(num_rows, np.int32)
         """Number of tokens of each row, prompt and output, without drafts."""
+        self.num_drafts = np.zeros(num_rows, np.int32)
+        """Number of drafts after each row's tokens. A step that was planned before they were known
+        may have points for more; what is there was left by earlier steps."""
         self.adapters = np.zeros(num_rows, np.int32)
         """Slot of each row's LoRA adapter."""
         self.capacity = np.zeros(num_rows, np.int32)
@@ -78,7 +82,7 @@ class BatchState:
         self.capacity[new.row] = len(new.blocks) * self.block_size
         self.sampling.set(new.row, new.spec, new.seed)
         self.sampling.load([new.row])
-        self.lengths[new.row] = len(tokens)
+        self.lengths[new.row], self.num_drafts[new.row] = len(tokens), 0
         self.adapters[new.row] = new.adapter
 
     def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:
@@ -144,6 +148,8 @@ class BatchState:
         counts, kept = None, np.arange(len(points))
         if len(points) > len(points.which):
             drafts = self.token_ids.numpy()[points.rows, points.positions]
+            nth = points.positions - self.lengths[points.rows]
+            drafts = np.where(nth < self.num_drafts[points.rows], drafts, NO_DRAFT)
             counts, kept = points.accepted(tokens.numpy(), drafts)
             tokens = tokens[kept]
         rows, positions = points.rows[kept], points.positions[kept]
@@ -154,7 +160,9 @@ class BatchState:
     def put_drafts(self, rows: IntArray, drafts: IntArray) -> None:
         """Write the rows' drafts [n, most], padded with -1, after their tokens."""
         positions = self.lengths[rows][:, None] + np.arange(drafts.shape[1])
-        which, nth = np.nonzero((drafts >= 0) & (positions < self.token_ids.shape[1]))
+        fits = (drafts >= 0) & (positions < self.token_ids.shape[1])
+        self.num_drafts[rows] = np.count_nonzero(fits, axis=1)
+        which, nth = np.nonzero(fits)
         self.put(rows[which], positions[which, nth], torch.from_numpy(drafts[which, nth]))
 
     def _take(self, table: torch.Tensor, rows: IntArray, columns: IntArray) -> torch.Tensor:
