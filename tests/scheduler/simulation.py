@@ -250,7 +250,10 @@ class Outcome:
         plain = zip(results.numbers.tolist(), results.token_ids.tolist(), strict=True)
         for number, token in plain:
             self.reported.setdefault(number, []).append(token)
+        newest = {one.request.number: one for one in results.others if one.token_id is not None}
         for one in results.others:
+            if one.token_id is not None:
+                assert one.is_newest == (one is newest[one.request.number])
             if one.request.spec.is_final_only:
                 assert one.request.is_finished
                 self.reported[one.request.number] = one.request.output_token_ids
@@ -312,6 +315,7 @@ def run(plan: Plan) -> Outcome:
             failure = plan.failures.get(step.step)
             for request, samples in zip(scheduled, step.samples.tolist(), strict=True):
                 known = request.num_known_tokens - request.num_prompt_tokens
+                assert request.num_tokens <= request.length_limit(MAX_MODEL_LEN)
                 if plan.num_stages > 1:
                     assert samples == bool(request.num_in_flight), "it had no token in flight"
                 if samples and known >= plan.failing_requests.get(request.id, MAX_MODEL_LEN):

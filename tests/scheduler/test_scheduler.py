@@ -199,12 +199,14 @@ def test_an_answer_can_be_read_at_any_time_or_only_at_the_end(block_size):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
-def test_a_tiny_pool_preempts_and_keeps_answers_right(depth, num_host_blocks):
+@pytest.mark.parametrize("most_drafts", [0, 3])
+def test_a_tiny_pool_preempts_and_keeps_answers_right(depth, num_host_blocks, most_drafts):
     """Ensures that the properties above also cover preemption."""
     plan = Plan(
         num_blocks=11,
         num_host_blocks=num_host_blocks,
         depth=depth,
+        most_drafts=most_drafts,
         caching=False,
         arrivals=[
             (
