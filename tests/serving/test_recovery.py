@@ -22,7 +22,7 @@ TOKENS = 96
 
 @pytest.fixture(scope="module")
 def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose engine two tests kill. Its steps verify drafts."""
+    """A server whose engine three tests kill. Its steps verify drafts."""
     flags = ("--enable-prefix-caching", "--logits-processors", "plugged:Unseen")
     flags += ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
     served = Server(str(model), *flags, cwd=tmp_path_factory.mktemp("recovery"))
@@ -134,6 +134,18 @@ def test_request_options_hold_after_the_engine_s_death(server: Server) -> None:
     assert without[4].finish_reason == "stop"
     letters = [character for character in without[7].text if character.isascii()]
     assert len(letters) == len(set(letters)), "the processor ran"
+
+
+def test_drafts_follow_the_engine_s_death(server: Server) -> None:
+    """One stream, in which about a third of the drafts are right."""
+    body = {"prompt": "Once more", "max_tokens": 120, "ignore_eos": True}
+    body |= {"seed": 9, "allowed_token_ids": [65, 66]}
+    accepted = "tk:spec_decode_num_accepted_tokens_total"
+    (without,) = asyncio.run(ask(server, [body], kill=False))
+    before = server.metric(accepted)
+    (with_death,) = asyncio.run(ask(server, [body], kill=True))
+    assert with_death.text == without.text
+    until(lambda: server.metric(accepted) > before + 20)
 
 
 def test_unstreamed_answers_survive_the_death_of_the_engine(start: Callable[..., Server]) -> None:
