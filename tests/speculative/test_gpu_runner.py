@@ -10,6 +10,7 @@ import torch
 from tests.speculative.drafting import logged_steps
 from toolkit import LLM, SamplingParams
 from toolkit.kernels.table import Kernels
+from toolkit.sampling.params import StructuredOutputsParams
 
 PARAMS = {
     "greedy": {},
@@ -67,6 +68,37 @@ def test_answers_are_those_without_drafts(checkpoint, gpu_runner, monkeypatch, i
                 {t: x.rank for t, x in at.items()} for at in b.logprobs
             ]
             assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
+
+
+NEED_HOST = [
+    {"structured_outputs": StructuredOutputsParams(regex="(ab|ba)*c{1,9}")},
+    {"structured_outputs": StructuredOutputsParams(regex="[a-d]{3,30}")},
+    {"min_tokens": 9, "stop_token_ids": list(range(0, 256, 3))},
+    {"bad_words_token_ids": [[98, 97], [97, 99], [99, 99]], "allowed_token_ids": [97, 98, 99]},
+]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_requests_whose_masks_the_host_makes_have_no_drafts(checkpoint, gpu_runner, is_async):
+    """The host does not know the drafts, nor the number of tokens, of a step that overlaps."""
+    rng = random.Random(3)
+    lengths = (3, 9, 15, 1, 8, 11, 12, 5) * 2
+    inputs = [{"prompt_token_ids": [rng.randrange(97, 100) for _ in range(n)] * 2} for n in lengths]
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.7, seed=i, **NEED_HOST[i % 4])
+        for i in range(len(inputs))
+    ]
+
+    def answers(**settings) -> list[tuple]:
+        llm = LLM(str(checkpoint("qwen3")), async_scheduling=is_async, **SETTINGS | settings)
+        with logged_steps(llm) as log:
+            found = llm.generate(inputs, params, use_tqdm=False)
+        llm.shutdown()
+        assert log.num_drafts == 0
+        return [(one.outputs[0].text, list(one.outputs[0].token_ids)) for one in found]
+
+    expected = answers()
+    assert answers(speculative_config={"method": "ngram", "prompt_lookup_min": 1}) == expected
 
 
 @pytest.mark.gpu

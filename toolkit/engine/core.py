@@ -69,6 +69,7 @@ class EngineCore:
             max_loras=config.lora.max_loras,
             most_drafts=info.most_drafts,
             most_step_drafts=info.most_step_drafts,
+            drafts_on_device=info.drafts_on_device,
             step_seconds=info.step_seconds,
             verify_seconds=info.verify_seconds,
         )

@@ -307,6 +307,7 @@ class Worker:
             if isinstance(runner, CudaRunner):
                 runner.lookup = DeviceLookup(speculation, runner.kernels, runner.state)
                 self.info.most_step_drafts = runner.policy.most_step_drafts
+                self.info.drafts_on_device = True
             elif self.stage.is_last:
                 self.runner.drafter = NgramDrafter(
                     speculation, state.token_ids.numpy(), state.lengths
