@@ -30,8 +30,10 @@ from .rotary import Transform, qk_norm_rope_write
 MAX_SPLITS = 64
 LONG_CONTEXT = 8192
 """Tokens from which one query takes longer than the step's prompts, unless its keys are split."""
-MAX_DECODE_ROWS = 64
-"""Rows of a decode tile. More take more registers than there are."""
+MAX_DECODE_ROWS = 128
+"""Rows of a decode tile with several queries."""
+MAX_DECODE_BYTES = 32 << 10
+"""Queries of such a tile. With more, it does not fit the shared memory of every GPU."""
 MAX_RESIDENT = 4
 """Decode programs that start together on a multiprocessor, so that their order does not matter."""
 
@@ -54,6 +56,7 @@ def paged_attention(
     block_table: Tensor,
     *,
     rows: Tensor | None = None,
+    order: Tensor | None = None,
     max_query_len: int,
     max_seq_len: int,
     scale: float,
@@ -76,7 +79,8 @@ def paged_attention(
     `max_query_len` and `max_seq_len` are upper bounds. They shape the launch, not the result. A
     request without queries (padding) is skipped. Rows of `out` past the last request keep their
     values. is_decode: no request has a prompt; several queries then are a token and its drafts, and
-    keys are split as for one. Each `max_query_len` has a kernel of its own.
+    keys are split as for one. Each `max_query_len` has a kernel of its own. For order, in which
+    decode starts requests, see `decode_attention`.
 
     NOTE: on Hopper the kernels read everything but q and the cache before the kernel ahead of them
     ends (see `pdl`): it must be older.
@@ -85,11 +89,11 @@ def paged_attention(
     dimension, and K and V caches with different strides."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows)
+    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows, order)
     batch.check()
     logits = Logits(scale, sliding_window, soft_cap, sinks)
     splits = num_splits(batch, max_seq_len)
-    if max_query_len == 1 or (is_decode and max_query_len * batch.group <= MAX_DECODE_ROWS):
+    if max_query_len == 1 or (is_decode and _fits_decode(batch, max_query_len)):
         decode(batch, logits, splits, queries=max_query_len)
     elif batch.num_reqs > 1 and _multiple(batch) > 1 and max_seq_len > LONG_CONTEXT:
         decode(batch, logits, max(2, splits))
@@ -461,12 +465,22 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and has_gluon
 
 
+def _fits_decode(batch: Batch, queries: int) -> bool:
+    """Return True if one tile has all heads of a KV head and so many queries."""
+    rows = queries * batch.group
+    num_bytes = rows * batch.head_pad * batch.q.element_size()
+    return rows <= MAX_DECODE_ROWS and num_bytes <= MAX_DECODE_BYTES
+
+
 def _decode_tile(batch: Batch, queries: int) -> Tile:
-    """Return the fastest tile on an H200. See `--tune` of `tools.bench.kernels`."""
+    """Return the fastest tile for one query on an H200. See `--tune` of `tools.bench.kernels`.
+
+    Of a tile of 128 rows, four warps spill registers on Hopper, and eight do not."""
     rows = max(16, _power_of_two(queries * batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
     keys = min(64, max(16, 8192 // row_bytes))
-    return Tile(rows, keys, warps=2 if rows == 16 else 4, stages=3 if row_bytes <= 256 else 4)
+    warps = 2 if rows == 16 else 8 if rows > 64 and queries > 1 else 4
+    return Tile(rows, keys, warps, stages=3 if row_bytes <= 256 else 4)
 
 
 def _prefill_tile(batch: Batch) -> Tile:

@@ -403,11 +403,11 @@ def decode_kernel(
         query = row // GROUP
         head = kv_head * GROUP + row % GROUP
         is_head = query < num_queries
-        token += tl.minimum(query, num_queries - 1)
+        token += tl.minimum(query, num_queries - 1)[:, None]
     in_group = is_head[:, None]
     in_head = dim < HEAD_SIZE
     stored = in_group & in_head[None, :]
-    q_rows = q_ptr + (token * q_stride_token + head * q_stride_head)[:, None]
+    q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None]
     if OWN:
         k_row = (
             q_ptr
@@ -517,7 +517,7 @@ def decode_kernel(
         tl.store(log_sum_ptr + part, tl.where(row_sum > 0, log_sum, -float("inf")), mask=is_head)
     else:
         out_rows = (
-            out_ptr + (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
+            out_ptr + token * out_stride_token + (head * out_stride_head)[:, None] + dim[None, :]
         )
         tl.store(out_rows, result.to(out_ptr.dtype.element_ty), mask=stored)
 
@@ -540,7 +540,7 @@ def merge_kernel(
     """Merge the splits of a (head, request, query), weighted by the softmax of their log-sums."""
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
-    query = tl.program_id(2)
+    query = tl.program_id(2) if QUERIES > 1 else 0
     token = tl.load(query_start_ptr + request).to(tl.int64)
     num_queries = (tl.load(query_start_ptr + request + 1) - token).to(tl.int32)
     wait(PDL)

@@ -240,6 +240,8 @@ def main() -> None:
     compile_kernel("decode, split", decode_kernel, DECODE_TYPES, DECODE | plain | split, 2, 3)
     several = split | {"QUERIES": 5, "ROWS": 32, "SLIDING": True}
     compile_kernel("decode, drafts", decode_kernel, DECODE_TYPES, DECODE | plain | several, 4, 3)
+    most = several | {"QUERIES": 16, "GROUP": 8, "ROWS": 128}
+    compile_kernel("decode, most drafts", decode_kernel, DECODE_TYPES, DECODE | plain | most, 8, 3)
     merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True, "QUERIES": 1}
     compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
     compile_hopper("prefill on Hopper", 16, 4, "bf16")

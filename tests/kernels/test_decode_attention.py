@@ -213,20 +213,65 @@ def test_padding_requests_write_nothing(triton_attention, device, monkeypatch, s
         )
 
 
-SHORT = ((3, 9), (1, 70), (0, 5), (4, 4), (2, 33), (4, 90))
-"""A token and its drafts: (queries, context including them). One request is padding."""
+SHORT = {
+    2: ((2, 9), (1, 70), (0, 5), (2, 2), (2, 33), (1, 1)),
+    4: ((3, 9), (1, 70), (0, 5), (4, 4), (2, 33), (4, 90)),
+    7: ((7, 40), (0, 3), (1, 1), (6, 21)),
+    16: ((16, 17), (2, 50), (9, 70), (0, 1)),
+}
+"""Steps by most queries: (queries, context including them) of each request. 0: padding."""
+
+
+def check_drafts(
+    triton_attention, case: Case, most: int, device: torch.device, *, indirect: bool = False
+) -> None:
+    """Compare attention with the reference. Tokens of no request keep their values."""
+    case = replace(case, device=device)
+    inputs = make(case)
+    expected = reference.paged_attention(*inputs.arguments, **case.options)
+    num_tokens = len(case.lens) * most
+    q, *arguments = inputs.arguments
+    q = F.pad(q, (0, 0, 0, 0, 0, num_tokens - len(q)), value=NAN)
+    rows = None
+    if indirect:
+        rows = torch.randperm(len(case.lens), device=device).to(torch.int32)
+        arguments[-1] = torch.zeros_like(inputs.block_table)
+        arguments[-1][rows.long()] = inputs.block_table
+    out = torch.full_like(q, 7.0)
+    triton_attention.paged_attention(
+        q,
+        *arguments,
+        rows=rows,
+        order=torch.argsort(inputs.seq_lens, descending=True).to(torch.int32),
+        max_query_len=most,
+        max_seq_len=case.bounds["max_seq_len"],
+        is_decode=True,
+        out=out,
+        **case.options,
+    )
+    found = out[: len(expected)]
+    difference = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert difference < TOLERANCE[case.dtype] * (4 if case.cached else 1)
+    assert (out[len(expected) :] == 7.0).all()
+
+
+@pytest.fixture
+def no_prefill(triton_attention, monkeypatch):
+    monkeypatch.setattr(triton_attention, "prefill", lambda *_, **__: pytest.fail("not decode"))
 
 
 @pytest.mark.parametrize(
-    ("heads", "sizes", "window", "cap", "sinks", "cached", "splits", "indirect"),
+    ("most", "heads", "sizes", "window", "cap", "sinks", "dtypes", "splits", "indirect", "ordered"),
     pairwise(
-        [(4, 4), (14, 2), (5, 1), (16, 1)],
-        [(32, 16), (80, 5), (128, 16), (256, 64)],
+        [2, 4, 7, 16],
+        [(4, 4), (14, 2), (5, 1), (8, 1)],
+        [(32, 16), (80, 5), (128, 16)],
         [0, 1, 3, 40],
         [0.0, 2.0],
         [False, True],
-        [None, FP8],
+        [(torch.float16, None), (torch.bfloat16, None), (torch.float16, FP8)],
         [1, 2, 5],
+        [False, True],
         [False, True],
     ),
     ids=str,
@@ -235,42 +280,113 @@ def test_a_token_and_its_drafts(
     triton_attention,
     device,
     monkeypatch,
+    no_prefill,
+    most,
     heads,
     sizes,
     window,
     cap,
     sinks,
-    cached,
+    dtypes,
     splits,
     indirect,
+    ordered,
 ):
     """Each query sees the keys up to its own."""
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
-    monkeypatch.setattr(triton_attention, "prefill", lambda *_, **__: pytest.fail("not decode"))
-    case = Case(
-        SHORT, heads[0], heads[1], *sizes, torch.float16 if cached else torch.float32, cached,
-        window, cap, sinks, device=device,
-    )  # fmt: skip
+    monkeypatch.setattr(triton_attention, "MAX_RESIDENT", 0 if ordered else 1e9)
+    case = Case(SHORT[most], *heads, *sizes, *dtypes, window, cap, sinks)
+    check_drafts(triton_attention, case, most, device, indirect=indirect)
+
+
+@pytest.mark.parametrize(("most", "splits"), [(2, 3), (4, 1), (7, 2)])
+def test_drafts_of_large_heads_in_fp32(
+    triton_attention, device, monkeypatch, no_prefill, most, splits
+):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    case = Case(SHORT[most], heads=4, kv_heads=1, head_size=256, window=20, block_size=64)
+    check_drafts(triton_attention, case, most, device)
+
+
+def test_requests_with_drafts_start_in_the_order(triton_attention, device, monkeypatch):
+    """With an order that names only one request, no other has a result."""
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 1)
+    monkeypatch.setattr(triton_attention, "MAX_RESIDENT", 0)
+    case = Case(((2, 20), (3, 30), (1, 4)), device=device)
     inputs = make(case)
-    expected = reference.paged_attention(*inputs.arguments, **case.options)
-    arguments, rows = list(inputs.arguments), None
-    if indirect:
-        rows = torch.randperm(len(SHORT), device=device).to(torch.int32)
-        arguments[5] = torch.zeros_like(inputs.block_table)
-        arguments[5][rows.long()] = inputs.block_table
-    options = {"rows": rows, "max_query_len": 4, "max_seq_len": 90, "is_decode": True}
-    actual = triton_attention.paged_attention(*arguments, **case.options, **options)
-    difference = (actual.double() - expected.double()).norm() / expected.double().norm()
-    assert difference < TOLERANCE[case.dtype] * (4 if cached else 1)
+    out = torch.full(inputs.q.shape, NAN, device=device)
+    triton_attention.paged_attention(
+        *inputs.arguments,
+        order=torch.full((3,), 1, dtype=torch.int32, device=device),
+        **case.bounds,
+        **case.options,
+        is_decode=True,
+        out=out,
+    )
+    assert (~out.isnan().flatten(1).any(1)).nonzero().flatten().tolist() == [2, 3, 4]
 
 
-def test_many_rows_are_left_to_the_kernel_of_prompts(triton_attention, device, monkeypatch):
-    case = Case(((9, 30),), heads=16, kv_heads=2, device=device)
+@pytest.mark.gpu
+@pytest.mark.parametrize(("most", "heads", "head_size"), [(4, 8, 128), (8, 8, 256), (16, 16, 128)])
+@pytest.mark.parametrize(("dtype", "cached"), [(torch.bfloat16, None), (torch.bfloat16, FP8)])
+@pytest.mark.parametrize("num_reqs", [1, 8, 64])
+def test_many_requests_with_drafts(
+    triton_attention, device, no_prefill, most, heads, head_size, dtype, cached, num_reqs
+):
+    """Tiles of 16, 32 and 128 rows, with as many splits as the GPU has room for."""
+    rng = random.Random(num_reqs)
+    lens = []
+    for _ in range(num_reqs):
+        queries = rng.randint(1, most)
+        lens.append((queries, queries + rng.randint(0, 2000)))
+    case = Case(tuple(lens), heads, 2, head_size, dtype=dtype, cached=cached)
+    check_drafts(triton_attention, case, most, device)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "dtype", "most"),
+    [
+        (16, 64, torch.float16, 16),
+        (16, 128, torch.float16, 16),
+        (16, 256, torch.float16, 8),
+        (8, 256, torch.float32, 8),
+    ],
+)
+def test_many_rows_are_left_to_the_kernel_of_prompts(
+    triton_attention, device, monkeypatch, heads, head_size, dtype, most
+):
+    case = Case(((1, 30),), heads, 2, head_size, dtype=dtype, device=device)
     inputs, calls = make(case), []
     monkeypatch.setattr(triton_attention, "decode", lambda *_, **__: calls.append("decode"))
     monkeypatch.setattr(triton_attention, "prefill", lambda *_, **__: calls.append("prefill"))
-    for most in (8, 9):
+    for queries in (most, most + 1):
         triton_attention.paged_attention(
-            *inputs.arguments, **case.options, max_query_len=most, max_seq_len=30, is_decode=True
+            *inputs.arguments, **case.options, max_query_len=queries, max_seq_len=30, is_decode=True
         )
     assert calls == ["decode", "prefill"]
+
+
+@pytest.mark.parametrize("is_decode", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_one_query_has_its_own_kernels(triton_attention, device, monkeypatch, is_decode, splits):
+    """Its tile is the smallest, and each program merges one head of one request."""
+    launches = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *_, **options: launches.append((grid, options))
+
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    for name in ("decode_kernel", "merge_kernel"):
+        monkeypatch.setattr(triton_attention, name, Recorded())
+    case = Case(((1, 40), (1, 70)), heads=8, head_size=128, dtype=torch.bfloat16, device=device)
+    triton_attention.paged_attention(
+        *make(case).arguments, **case.bounds, **case.options, is_decode=is_decode
+    )
+    (grid, options), *merges = launches
+    assert grid == (2, 2, splits)
+    shape = [options[name] for name in ("QUERIES", "ROWS", "KEYS", "num_warps", "num_stages")]
+    assert shape == [1, 16, 32, 2, 3]
+    assert [(grid, options["QUERIES"]) for grid, options in merges] == [((8, 2, 1), 1)] * (
+        splits - 1
+    )

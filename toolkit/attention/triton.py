@@ -101,6 +101,7 @@ class TritonBackend(AttentionBackend):
             batch.seq_lens,
             batch.block_table,
             rows=batch.rows,
+            order=batch.order,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             scale=shape.scale,
