@@ -58,6 +58,7 @@ class AttentionCase:
     cache_dtype: torch.dtype = DTYPE
     sliding_window: int = 0  # tokens visible to a query, itself included; 0: all
     soft_cap: float = 0.0  # bound of the logits; 0: none
+    is_decode: bool = False  # several queries are a token and its drafts
 
     @property
     def logits(self) -> Logits:
@@ -140,6 +141,19 @@ DECODE = [
     ),
     AttentionCase("Gemma-2-9B, 16 x 4096, soft cap", ((1, 4096),) * 16, 16, 8, 256, soft_cap=50.0),
 ]
+VERIFY = [
+    AttentionCase(
+        f"Llama-3.1-8B, {num_reqs} x {queries} at {context}",
+        ((queries, context),) * num_reqs,
+        32,
+        8,
+        128,
+        is_decode=True,
+    )
+    for queries in (4, 8)
+    for context in (1024, 8192)
+    for num_reqs in (1, 8, 64)
+]
 PREFILL = [
     AttentionCase("Llama-3.1-8B, 8 x 1024", ((1024, 1024),) * 8, 32, 8, 128),
     AttentionCase("Qwen3-0.6B, 4 x 2048", ((2048, 2048),) * 4, 16, 8, 128),
@@ -151,9 +165,12 @@ PREFILL = [
     ),
     AttentionCase("Gemma-2-9B, 2 x 4096, soft cap", ((4096, 4096),) * 2, 16, 8, 256, soft_cap=50.0),
 ]
-DECODE_TILES = [  # keys, warps, stages; the group determines the rows
+DECODE_TILES = [  # keys, warps, stages; queries and group determine the rows
+    (32, 2, 3),
     (32, 2, 4),
+    (32, 4, 3),
     (32, 4, 4),
+    (32, 8, 3),
     (64, 2, 3),
     (64, 2, 4),
     (64, 4, 2),
@@ -227,7 +244,8 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, "
         f"bf16 {rate / 1e12:.0f} TFLOP/s"
     )
-    for kind, cases in (("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED)):
+    kinds = {"decode": DECODE, "verify": VERIFY, "prefill": PREFILL, "mixed": MIXED}
+    for kind, cases in kinds.items():
         for case in cases:
             batches = case.batches()
             for label, seconds in attention_times(case, batches, tune):
@@ -303,18 +321,22 @@ def achieved(rate: float, ceiling: float, unit: str) -> str:
 def attention_times(
     case: AttentionCase, batches: list[Batch], tune: bool
 ) -> list[tuple[str, float]]:
-    """Time the default call, the fused decode and, if tuning, the best tiles."""
+    """Time the default call, others that compute the same and, if tuning, the best tiles."""
 
-    def default(batch: Batch) -> None:
+    def attend(batch: Batch, is_decode: bool = case.is_decode) -> None:
         attention.paged_attention(
             *batch[:6],
             max_query_len=case.max_query_len,
             max_seq_len=case.max_seq_len,
             **case.logits._asdict(),
             out=batch.out,
+            is_decode=is_decode,
         )
 
-    rows = [("", seconds_per_call(default, batches))]
+    rows = [("", seconds_per_call(attend, batches))]
+    if case.is_decode:
+        as_prompts = partial(attend, is_decode=False)
+        rows.append(("by the kernel of prompts", seconds_per_call(as_prompts, batches)))
     if case.max_query_len == 1:
         rows.append(
             (
@@ -359,15 +381,20 @@ def fused_decode(case: AttentionCase, first: Batch) -> Callable[[Batch], None]:
 def variants(case: AttentionCase, batches: list[Batch]) -> Iterator[tuple[str, float]]:
     """Time all candidate tiles except those that do not fit the GPU."""
     calls: dict[str, Callable[[Batch], None]] = {}
-    if case.max_query_len == 1:
-        rows = max(16, batches[0].group)
+    queries = case.max_query_len
+    if queries == 1 or case.is_decode:
+        rows = max(16, queries * batches[0].group)
         max_splits = 1 if len(case.lens) >= 256 else 32
         for keys, warps, stages in DECODE_TILES:
             tile = Tile(rows, keys, warps, stages)
             splits = 1
             while splits <= min(max_splits, case.max_seq_len // keys):
                 calls[f"{tile} splits={splits}"] = partial(
-                    attention.decode, logits=case.logits, splits=splits, tile=tile
+                    attention.decode,
+                    logits=case.logits,
+                    splits=splits,
+                    tile=tile,
+                    queries=queries,
                 )
                 splits *= 2
     else:
