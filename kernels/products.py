@@ -41,11 +41,11 @@ def product(
 
     NOTE: on Hopper the weight may be read before the kernel ahead ends. See `linear.linear`."""
     if isinstance(x, Unscaled) or linear.fits(len(x), weight):
-        delta = _shrink(x, factors, keeps_splits=len(x) == 1)
+        delta = _shrink(x, factors)
         return linear.linear(x, weight, bias, activation, gated, out, delta)
     if factors is not None:
-        y = cublas.linear(x, weight, bias)
-        return lora.add(y, lora.shrink(x, factors), activation, gated, out)
+        y = torch.addmm(lora.delta(x, factors), x, weight.T)
+        return _finish(y, bias, activation, gated, out)
     if activation == "gelu_tanh" and not gated and bias is not None and x.dtype != torch.float32:
         # cuBLAS adds the bias and applies this form of GELU while the sums are in registers.
         return torch._addmm_activation(bias, x, weight.T, use_gelu=True, out=out)
@@ -82,7 +82,7 @@ def add_delta(
     y: Tensor, x: Tensor, factors: Factors, activation: str | None = None, *, gated: bool = False
 ) -> Tensor:
     """Return act(y + what the adapters of x add), or act(gate) * up. y: a product with its bias."""
-    return lora.add(y.contiguous(), lora.shrink(x.contiguous(), factors), activation, gated)
+    return _finish(y + lora.delta(x.contiguous(), factors), None, activation, gated)
 
 
 def fp8_product(
@@ -101,12 +101,12 @@ def fp8_product(
     nothing and is more exact. For many rows x is quantized too, with a scale for each token, for
     the FP8 rate of the tensor cores."""
     if len(x) <= fp8.TOKENS or any(size % ALIGNMENT for size in weight.shape):
-        delta = _shrink(x, factors, keeps_splits=fp8.uses_vector(len(x), weight))
+        delta = _shrink(x, factors)
         return fp8.linear(x, weight, scale, bias, activation, gated, delta=delta)
     y = scaled_product(*fp8.quantize(x), weight, scale, bias, x.dtype)
     if factors is not None:
-        return lora.add(y, lora.shrink(x, factors), activation, gated)
-    return y if activation is None else _activate(y, activation, gated)
+        y += lora.delta(x, factors)
+    return _finish(y, None, activation, gated)
 
 
 def scaled_product(
@@ -171,13 +171,21 @@ def fuses_grouped_norm(num_tokens: int, weight: grouped_layout.Grouped) -> bool:
     return num_tokens <= linear.MAX_TOKENS and not weight.is_fp8
 
 
-def _shrink(
-    x: Tensor | Unscaled, factors: Factors | None, *, keeps_splits: bool = False
-) -> Delta | None:
+def _shrink(x: Tensor | Unscaled, factors: Factors | None) -> Delta | None:
     if factors is None:
         return None
     rows = x.x if isinstance(x, Unscaled) else x
-    return lora.shrink(rows, factors, keeps_splits=keeps_splits)
+    return lora.shrink(rows, factors)
+
+
+def _finish(
+    y: Tensor, bias: Tensor | None, kind: str | None, gated: bool, out: Tensor | None = None
+) -> Tensor:
+    if bias is not None:
+        y += bias
+    if kind is not None:
+        return _activate(y, kind, gated, out)
+    return y if out is None else out.copy_(y)
 
 
 def _activate(y: Tensor, kind: str, gated: bool, out: Tensor | None = None) -> Tensor:

@@ -4,9 +4,12 @@ A kernel multiplies a tile of the weight by x, in the weight's format, into sums
 is here: row scales, LoRA delta, the scale of rows that are not normed yet, bias, gate, activation,
 residual sum and norm. Absent parts compile to nothing: 0.0 takes the place of what they load.
 
-A kernel calls `tile_rows` and `tile_outputs`, `load_constants` and `fetch_up` before its `wait`,
-`load_inputs` after it, and `finish` after its loop. Kernels of one row add their delta by
-`row_delta`. B may be read early: adapters are placed between steps."""
+A kernel calls `tile_rows` and `tile_outputs`, `load_constants`, `fetch_up` and `load_adapters`
+before its `wait`, `load_inputs` after it, and `finish` after its loop. Kernels of one row add their
+delta by `row_delta`. B may be read early: adapters are placed between steps.
+
+With a delta, a kernel waits after its loop: x is ready when `lora.shrink`, which runs at the same
+time, has released it."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -45,8 +48,7 @@ class Delta(NamedTuple):
     of `up` are multiplied by those. `lora.shrink` computes `low`."""
 
     low: Tensor
-    """x Aᵀ of each token's own adapter, [num_tokens, parts * rank] in the type of x. For one token
-    and the kernels of one row: its partial sums, fp32 [splits, parts * rank]."""
+    """x Aᵀ of each token's own adapter, [num_tokens, parts * rank] in the type of x."""
     up: Tensor  # B of each slot, [num_slots, rows of the weight, rank] in the type of x
     blocks: Tensor  # int32 [num_slots], blocks of RANKS ranks of each slot; 0: it adds nothing
     parts: Tensor  # int32 [rows of the weight], the part of each row
@@ -65,19 +67,16 @@ class Delta(NamedTuple):
         return self._replace(low=self.low[tokens], places=self.places[tokens])
 
 
-def row_arguments(delta: Delta | None, unused: Tensor) -> tuple[Tensor | int, ...]:
-    """Return the arguments of a kernel of one row: the delta, its number of splits, its stride."""
-    if delta is None:
-        return (unused,) * len(Delta._fields) + (0, 0)
-    return (*delta, *delta.low.shape)
+def row_arguments(delta: Delta | None, unused: Tensor) -> tuple[Tensor, ...]:
+    """Return the arguments of a kernel of one row."""
+    return (unused,) * len(Delta._fields) if delta is None else delta
 
 
 def row_constants(delta: Delta | None) -> dict[str, int | bool]:
     """Return the constexpr arguments of a kernel of one row."""
     if delta is None:
-        return {"RANK": 0, "PARTED": False, "SPLITS": 1}
-    splits = 1 << (len(delta.low) - 1).bit_length()
-    return {"RANK": delta.rank, "PARTED": delta.has_parts, "SPLITS": splits}
+        return {"RANK": 0, "PARTED": False}
+    return {"RANK": delta.rank, "PARTED": delta.has_parts}
 
 
 @triton.jit
@@ -152,35 +151,36 @@ def fetch_up(up_ptr, used_ptr, row, num_rows, RANK: tl.constexpr):
 def load_inputs(
     given_ptr,
     residual_ptr,
-    block_ptr,
-    place_ptr,
-    used_ptr,
     token,
     at_out,
     stored,
-    part,
+    adapters,
     num_tokens,
     UNSCALED: tl.constexpr,
     NORMED: tl.constexpr,
-    RANK: tl.constexpr,
 ):
-    """Load what earlier kernels wrote: (square sums, residual, adapters)."""
+    """Load what earlier kernels wrote: (square sums, residual, adapters as they are given)."""
     live = token < num_tokens
     return (
         tl.load(given_ptr + token, mask=live, other=0.0).to(tl.float32) if UNSCALED else 0.0,
         tl.load(residual_ptr + at_out, mask=stored, other=0.0) if NORMED else 0.0,
-        _load_adapters(block_ptr, place_ptr, used_ptr, token, live, part) if RANK else 0.0,
+        adapters,
     )
 
 
 @triton.jit
-def _load_adapters(block_ptr, place_ptr, used_ptr, token, live, part):
+def load_places(place_ptr, token, num_tokens):
+    """Return the places of tokens' adapters in `used`; -1: none."""
+    return tl.load(place_ptr + token, mask=token < num_tokens, other=-1)
+
+
+@triton.jit
+def load_adapters(block_ptr, used_ptr, index, part):
     """Return (tokens' places in `used`, (first place, first part, number of parts, most blocks),
-    number of units, the first units).
+    number of units, the first AT_ONCE units, the next).
 
     A unit is a block of ranks of an adapter, of one part. Those of the tile's adapters and parts
     are numbered, blocks first."""
-    index = tl.load(place_ptr + token, mask=live, other=-1)
     first = tl.min(tl.where(index < 0, 2147483647, index))
     places = tl.maximum(tl.max(index) - first + 1, 0)
     first_part = tl.min(part)
@@ -188,7 +188,9 @@ def _load_adapters(block_ptr, place_ptr, used_ptr, token, live, part):
     most = tl.maximum(tl.load(used_ptr + 1), 1)
     span = (first, first_part, num_parts, most)
     total = places * num_parts * most
-    return index, span, total, _load_units(block_ptr, used_ptr, 0, span, total)
+    units = _load_units(block_ptr, used_ptr, 0, span, total)
+    next_units = _load_units(block_ptr, used_ptr, AT_ONCE, span, total)
+    return index, span, total, units, next_units
 
 
 @triton.jit
@@ -201,6 +203,25 @@ def _load_units(block_ptr, used_ptr, start, span, total):
     block = unit % most
     exists = (unit < total) & (block < tl.load(block_ptr + slot))
     return place, slot.to(tl.int64), first_part + unit // most % num_parts, block, exists
+
+
+@triton.jit
+def _load_factors(
+    units, index, part, low_ptr, up_ptr, row, token, num_rows, low_stride, RANK: tl.constexpr
+):
+    """Return (x Aᵀ of the tokens, B) of units, `[tokens or rows, units * RANKS]`."""
+    place, slot, unit_part, block, exists = units
+    SIZE: tl.constexpr = place.shape[0] * RANKS
+    column = (block * RANKS)[None, :, None] + tl.arange(0, RANKS)[None, None, :]
+    at_up = (slot[None, :] * num_rows + row[:, None]) * RANK
+    own = exists[None, :] & (part[:, None] == unit_part[None, :])
+    up = tl.load(up_ptr + at_up[:, :, None] + column, mask=own[:, :, None], other=0.0)
+    at_low = (token * low_stride)[:, None] + (unit_part * RANK)[None, :]
+    own = exists[None, :] & (index[:, None] == place[None, :])
+    low = tl.load(low_ptr + at_low[:, :, None] + column, mask=own[:, :, None], other=0.0)
+    up = tl.reshape(up, [row.shape[0], SIZE])
+    low = tl.reshape(low, [token.shape[0], SIZE])
+    return low, up
 
 
 @triton.jit
@@ -219,35 +240,27 @@ def _add_delta(
     RANK: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
 ):
-    """Add x Aᵀ Bᵀ to sums `[tokens, rows]`. WEIGHT_FIRST: the product was weight @ xᵀ.
+    """Add x Aᵀ Bᵀ to sums `[tokens, rows]`, or transposed if WEIGHT_FIRST.
 
     Each adapter of the tile's tokens is multiplied by all tokens, those of others as zeros: its
-    tile of B is 2 to 4 per mille of the weight's tile."""
-    index, span, total, units = adapters
-    if WEIGHT_FIRST:
-        delta = tl.zeros([acc.shape[1], acc.shape[0]], tl.float32)
-    else:
-        delta = tl.zeros(acc.shape, tl.float32)
+    tile of B is 2 to 4 per mille of the weight's tile. The next factors are loaded meanwhile."""
+    index, span, total, units, next_units = adapters
+    low, up = _load_factors(
+        units, index, part, low_ptr, up_ptr, row, token, num_rows, low_stride, RANK
+    )
     for start in tl.range(0, total, AT_ONCE, num_stages=1):
-        next_units = _load_units(block_ptr, used_ptr, start + AT_ONCE, span, total)
-        place, slot, unit_part, block, exists = units
-        column = (block * RANKS)[None, :, None] + tl.arange(0, RANKS)[None, None, :]
-        at_up = (slot[None, :] * num_rows + row[:, None]) * RANK
-        own = exists[None, :] & (part[:, None] == unit_part[None, :])
-        up = tl.load(up_ptr + at_up[:, :, None] + column, mask=own[:, :, None], other=0.0)
-        at_low = (token * low_stride)[:, None] + (unit_part * RANK)[None, :]
-        own = exists[None, :] & (index[:, None] == place[None, :])
-        low = tl.load(low_ptr + at_low[:, :, None] + column, mask=own[:, :, None], other=0.0)
-        up = tl.reshape(up, [acc.shape[1], AT_ONCE * RANKS])
-        low = tl.reshape(low, [acc.shape[0], AT_ONCE * RANKS])
+        after = _load_units(block_ptr, used_ptr, start + 2 * AT_ONCE, span, total)
+        next_low, next_up = _load_factors(
+            next_units, index, part, low_ptr, up_ptr, row, token, num_rows, low_stride, RANK
+        )
         if WEIGHT_FIRST:
-            delta = dot(up, low, delta)
+            acc = dot(up, low, acc)
         else:
-            delta = dot(low, up, delta)
-        units = next_units
-    if WEIGHT_FIRST:
-        delta = tl.trans(delta)
-    return acc + delta
+            acc = dot(low, up, acc)
+        low = next_low
+        up = next_up
+        next_units = after
+    return acc
 
 
 @triton.jit
@@ -277,23 +290,19 @@ def row_delta(
     part,
     row,
     num_rows,
-    splits,
-    low_stride,
     RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """Return what the adapter adds to rows of the only token.
 
     Its factors are loaded here: held in registers from the start, they would cost programs."""
-    rank = tl.arange(0, RANKS)
-    split = tl.arange(0, SPLITS)[None, :, None]
-    ups = up_ptr + ((slot * num_rows + row) * RANK)[:, None] + rank[None, :]
-    lows = low_ptr + (part * RANK)[:, None, None] + split * low_stride + rank[None, None, :]
+    rank = tl.arange(0, RANKS)[None, :]
+    ups = up_ptr + ((slot * num_rows + row) * RANK)[:, None] + rank
+    lows = low_ptr + (part * RANK)[:, None] + rank
     delta = tl.zeros([row.shape[0]], tl.float32)
     for block in range(blocks):
         up = tl.load(ups + block * RANKS).to(tl.float32)
-        low = tl.load(lows + block * RANKS, mask=split < splits, other=0.0)
-        delta += tl.sum(tl.sum(low, 1) * up, 1)
+        low = tl.load(lows + block * RANKS).to(tl.float32)
+        delta += tl.sum(low * up, 1)
     return delta
 
 
@@ -333,10 +342,8 @@ def finish(
     `load_constants` and `load_inputs`; their absent parts are skipped."""
     scale, bias, norm, part = constants
     square_sums, residual, adapters = inputs
-    if WEIGHT_FIRST:
-        acc = tl.trans(acc)
     if SCALED:
-        acc *= scale[None, :]
+        acc *= scale[:, None] if WEIGHT_FIRST else scale[None, :]
     if RANK:
         num_rows = 2 * size if GATED else size
         acc = _add_delta(
@@ -354,6 +361,8 @@ def finish(
             RANK,
             WEIGHT_FIRST,
         )
+    if WEIGHT_FIRST:
+        acc = tl.trans(acc)
     if UNSCALED:
         acc *= tl.rsqrt(square_sums / in_features + eps)[:, None]
     if BIASED:

@@ -235,8 +235,6 @@ def _vector_kernel(
     row_part_ptr,
     place_ptr,
     used_ptr,
-    splits,
-    low_stride,
     size,
     in_features,
     ROWS: tl.constexpr,
@@ -247,7 +245,6 @@ def _vector_kernel(
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     PARTED: tl.constexpr,
-    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS outputs of the one token. Each tile is loaded while the one before is summed.
@@ -280,7 +277,7 @@ def _vector_kernel(
             up_part = load_parts(row_part_ptr + size + row, PARTED, ROWS)
             if PDL:
                 fetch(up_ptr + (slot * num_rows + size + row) * RANK)
-    wait(PDL)
+    wait(PDL and not RANK)
     last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
     column = tl.arange(0, COLUMNS)[None, :]
     for start in range(0, last, COLUMNS):
@@ -299,6 +296,7 @@ def _vector_kernel(
     else:
         x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
     y = tl.sum(acc + _sums_by_four(weight, x, COLUMNS), 1) * scale + bias
+    wait(PDL and RANK)
     if RANK:
         y += row_delta(
             low_ptr,
@@ -308,10 +306,7 @@ def _vector_kernel(
             part,
             row,
             num_rows,
-            splits,
-            low_stride,
             RANK,
-            SPLITS,
         )
     if KIND != "":
         y = apply(y, KIND)
@@ -326,10 +321,7 @@ def _vector_kernel(
                 up_part,
                 size + row,
                 num_rows,
-                splits,
-                low_stride,
                 RANK,
-                SPLITS,
             )
         y *= up_y
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))

@@ -27,8 +27,10 @@ from .epilogue import (
     dot,
     fetch_up,
     finish,
+    load_adapters,
     load_constants,
     load_inputs,
+    load_places,
     tile_outputs,
     tile_rows,
 )
@@ -47,7 +49,6 @@ from .pdl import fetch, release, supported, wait
 
 TOKENS = 64  # most rows of x in a tile
 FEW_TOKENS = 16
-ADAPTED_STEPS = 4  # steps of a warp to prefetch while `lora.shrink` runs; without adapters, 2
 
 
 def linear(
@@ -188,7 +189,7 @@ def _run(
         PARTS=tile.parts,
         SPLITS=splits,
         STAGES=max(1, stages),
-        FETCHED=(2 if delta is None else ADAPTED_STEPS) * tile.parts if pdl else 0,
+        FETCHED=2 * tile.parts if pdl else 0,
         EVEN=in_features % step == 0,
         BIASED=bias is not None,
         KIND=activation or "",
@@ -520,22 +521,15 @@ def _grouped_kernel(
     scale = _load_groups(scales, inside, group_stride, GROUPS, EVEN)
     if SHIFTED:
         offset = _load_groups(offsets, inside, group_stride, GROUPS, EVEN)
-    wait(PDL)
-    inputs = load_inputs(
-        given_ptr,
-        residual_ptr,
-        block_ptr,
-        place_ptr,
-        used_ptr,
-        token,
-        at_out,
-        stored,
-        constants[3],
-        num_tokens,
-        UNSCALED,
-        NORMED,
-        RANK,
-    )
+    adapters = 0.0
+    if RANK:
+        index = load_places(place_ptr, token, num_tokens)
+        adapters = load_adapters(block_ptr, used_ptr, index, constants[3])
+    wait(PDL and not RANK)
+    if not RANK:
+        inputs = load_inputs(
+            given_ptr, residual_ptr, token, at_out, stored, adapters, num_tokens, UNSCALED, NORMED
+        )
     for start in tl.range(0, end, PARTS * COLUMNS, num_stages=STAGES):
         inside = start + part * COLUMNS < end
         at = tl.cast(start // COLUMNS, tl.int64) * step_stride
@@ -579,6 +573,11 @@ def _grouped_kernel(
             offset = next_offset
     if LATE:
         release(PDL)
+    wait(PDL and RANK)
+    if RANK:
+        inputs = load_inputs(
+            given_ptr, residual_ptr, token, at_out, stored, adapters, num_tokens, UNSCALED, NORMED
+        )
     if PARTS > 1:
         acc = tl.sum(acc, 0)
     if SPLITS > 1:

@@ -183,8 +183,6 @@ def _vector_kernel(
     row_part_ptr,
     place_ptr,
     used_ptr,
-    splits,
-    low_stride,
     size,
     in_features,
     ROWS: tl.constexpr,
@@ -195,7 +193,6 @@ def _vector_kernel(
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     PARTED: tl.constexpr,
-    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS outputs of the one token. Each tile is loaded while the one before is summed.
@@ -223,7 +220,7 @@ def _vector_kernel(
             up_part = load_parts(row_part_ptr + size + row, PARTED, ROWS)
             if PDL:
                 fetch(up_ptr + (slot * num_rows + size + row) * RANK)
-    wait(PDL)
+    wait(PDL and not RANK)
     last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
     for start in range(0, last, COLUMNS):
         x = tl.load(x_ptr + start + column)
@@ -241,6 +238,7 @@ def _vector_kernel(
     else:
         x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
     y = tl.sum(acc + _sums_by_eight(weight, x, ROWS, COLUMNS), 1) + bias
+    wait(PDL and RANK)
     if RANK:
         y += row_delta(
             low_ptr,
@@ -250,10 +248,7 @@ def _vector_kernel(
             part,
             row,
             num_rows,
-            splits,
-            low_stride,
             RANK,
-            SPLITS,
         )
     if KIND != "":
         y = apply(y, KIND)
@@ -268,10 +263,7 @@ def _vector_kernel(
                 up_part,
                 size + row,
                 num_rows,
-                splits,
-                low_stride,
                 RANK,
-                SPLITS,
             )
         y *= up_y
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))

@@ -1,14 +1,14 @@
-"""LoRA adapters (arXiv:2106.09685): x Aᵀ of each token's own, and sums with products of many rows.
+"""LoRA adapters (arXiv:2106.09685): x Aᵀ of each token's own, and what it adds to a product.
 
-A product with adapters is two kernels. `shrink` computes x Aᵀ, while the weight is prefetched; then
-the end of the product adds x Aᵀ Bᵀ (`epilogue`). Above the rows of our own products, `add` is a
-third kernel, which also applies the activation.
+A product of few tokens with adapters is two kernels. `shrink` computes x Aᵀ while the product,
+which starts as soon as x is there, reads the weight; the end of the product adds x Aᵀ Bᵀ
+(`epilogue`). For products by a library, `delta` computes all of it first, and they add to that.
 
-No grid depends on the adapters in use, so a CUDA graph serves any. The programs of `shrink` divide
-what there is to do: each computes a block of ranks of one adapter, for a tile of tokens, over a
-share of the columns. The fewer blocks there are, the smaller are the shares. The last program of a
-block adds the shares, always in the same order. Reading an adapter is bound by latency, not by
-bandwidth: its A is prefetched before the kernel that computes x has ended."""
+No grid depends on the adapters in use, so a CUDA graph serves any. The programs divide what there
+is to do: each multiplies a block of ranks of one adapter's A, for a tile of its tokens, over a
+share of the columns. The fewer blocks there are, the smaller are the shares. The last program of an
+adapter's tile adds the shares, always in the same order. `shrink` has little shared memory, so that
+the programs of the product fit next to its own."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -22,31 +22,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import check_kind
 from .counters import counters
-from .epilogue import (
-    RANKS,
-    Delta,
-    dot,
-    finish,
-    load_inputs,
-    load_parts,
-    tile_outputs,
-    tile_rows,
-)
+from .epilogue import RANKS, Delta, dot
 from .pdl import fetch, release, supported, wait
 
 RANK_BLOCK = 16  # divisor of the ranks of a slot
 WARPS = 4  # of a program: each multiplies a run of COLUMNS columns
 COLUMNS = 64
 STEP = WARPS * COLUMNS
-PROGRAMS = 264  # two for each multiprocessor of an H200
+MULTIPROCESSORS = 132  # number on an H200
+PROGRAMS = 2 * MULTIPROCESSORS  # of `shrink`. If there is little to do, half have none of it
+MORE_PROGRAMS = 4 * MULTIPROCESSORS  # of `delta`, which no product runs next to
 MAX_SPLITS = 32  # programs that share a block
-STAGES = 4  # steps in flight
 SPLIT_TILES = 8  # tiles of tokens up to which blocks are shared
-TILE = 32  # most tokens of a tile of `shrink`. 64 take more registers than there are
-ADD_TILE = 64  # tokens of a tile of `add`
-ADD_ROWS = 128  # rows of the weight in a tile of `add`
+TOKENS = 64  # tokens among which those of an adapter are found
+TILE = 16  # of an adapter's tokens
+FACTORS = 4096  # elements of B in a step
+STAGES = 3  # steps of B in flight
+LINE = 64  # elements of 128 bytes
 
 
 class Factors(NamedTuple):
@@ -56,122 +49,91 @@ class Factors(NamedTuple):
     up: Tensor
     blocks: Tensor
     parts: Tensor
+    bounds: Tensor  # int32 [parts + 1], first row of each part, and the number of rows
     places: Tensor
     used: Tensor
 
 
-def shrink(x: Tensor, factors: Factors, *, keeps_splits: bool = False) -> Delta:
+def shrink(x: Tensor, factors: Factors) -> Delta:
     """Return x Aᵀ of each token's own adapter, as the end of a product takes it.
 
     x: `[num_tokens, columns]`, contiguous. Rows without an adapter are left undefined. Sums are in
     fp32, in an order that depends on the shapes and on how many adapters are in use.
-    `keeps_splits`: for kernels of one row, which add the partial sums.
 
     NOTE: on Hopper, A is read before the kernel ahead ends: that kernel must not write it.
 
-    Raises ValueError for other columns, rows that are not contiguous, and `keeps_splits` with more
-    than one token."""
+    Raises ValueError for other columns, or rows that are not contiguous."""
+    out = x.new_empty(len(x), factors.low.shape[1])
+    _run(x, factors, out, expands=False)
+    return Delta(out, factors.up, factors.blocks, factors.parts, factors.places, factors.used)
+
+
+def delta(x: Tensor, factors: Factors) -> Tensor:
+    """Return x Aᵀ Bᵀ of each token's own adapter, `[num_tokens, rows]`; zeros if it has none.
+
+    As `shrink` otherwise."""
+    out = x.new_empty(len(x), factors.up.shape[1])
+    _run(x, factors, out, expands=True)
+    return out
+
+
+def _run(x: Tensor, factors: Factors, out: Tensor, *, expands: bool) -> None:
     num_tokens, in_features = x.shape
-    low_rows, rank = factors.low.shape[1], factors.up.shape[2]
+    num_slots, num_rows, rank = factors.up.shape
+    low_rows = factors.low.shape[1]
     if not x.is_contiguous() or in_features != factors.low.shape[2]:
         raise ValueError(
             f"x must be [num_tokens, {factors.low.shape[2]}], contiguous, not {list(x.shape)}"
         )
-    if keeps_splits and num_tokens != 1:
-        raise ValueError(f"partial sums are kept for one token, not {num_tokens}")
-    tokens = min(TILE, max(8, 1 << (num_tokens - 1).bit_length()))
-    tiles = -(-num_tokens // tokens)
-    splits = _num_splits(in_features) if tiles <= SPLIT_TILES else 1
-    parts = counts = out = x.new_empty(num_tokens, low_rows)
-    if keeps_splits or splits > 1:
+    if not num_tokens:
+        return
+    tokens = min(TOKENS, max(8, _power_of_two(num_tokens)))
+    tile = min(TILE, tokens)
+    tiles = -(-num_tokens // tokens) * (tokens // tile)
+    splits = 1 if expands or tiles > SPLIT_TILES else _num_splits(in_features)
+    parts = counts = out
+    if splits > 1:
         parts = torch.empty((splits, num_tokens, low_rows), dtype=torch.float32, device=x.device)
-    if keeps_splits:
-        programs = splits * (low_rows // RANK_BLOCK)
-        out = parts
-    else:
-        programs = PROGRAMS
-        if splits > 1:
-            most = min(num_tokens, len(factors.blocks))
-            counts = counters(x.device, tiles * most * (low_rows // RANK_BLOCK))
+        most = min(num_tokens, num_slots)
+        counts = counters(x.device, tiles * most * (low_rows // RANK_BLOCK))
+    low = x.new_empty(num_tokens, low_rows) if expands else out
     pdl = supported(x.device)
-    if num_tokens:
-        _shrink_kernel[(programs,)](
-            x,
-            factors.low,
-            factors.blocks,
-            factors.places,
-            factors.used,
-            parts,
-            counts,
-            out,
-            num_tokens,
-            tiles,
-            in_features,
-            low_rows,
-            low_rows // rank,
-            splits,
-            TOKENS=1 if keeps_splits else tokens,
-            COLUMNS=COLUMNS,
-            WARPS=WARPS,
-            SPLITS=_power_of_two(splits),
-            STAGES=STAGES,
-            FETCHED=max(STEP, min(4 * STEP, _power_of_two(-(-in_features // splits))))
-            if pdl
-            else 0,
-            EVEN=in_features % STEP == 0,
-            RANK=rank,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=WARPS,
-        )
-    return Delta(out[:, 0] if keeps_splits else out, *factors[1:])
-
-
-def add(
-    y: Tensor,
-    delta: Delta,
-    activation: str | None = None,
-    gated: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return act(y + delta), or act(gate) * up of rows gate | up.
-
-    y: a product with its bias, `[num_tokens, rows of the weight]`, contiguous. Without an
-    activation the delta is added in place, unless `out` is given.
-
-    Raises ValueError for rows that are not contiguous, or an unknown activation."""
-    num_tokens, num_rows = y.shape
-    if not y.is_contiguous() or num_rows != delta.up.shape[1]:
-        raise ValueError(
-            f"y must be [num_tokens, {delta.up.shape[1]}], contiguous, not {list(y.shape)}"
-        )
-    if activation is not None:
-        check_kind(activation)
-    size = num_rows // 2 if gated else num_rows
-    if out is None:
-        out = y if activation is None and not gated else y.new_empty(num_tokens, size)
-    tile = ADD_ROWS // 2 if gated else ADD_ROWS
-    pdl = supported(y.device)
-    if num_tokens:
-        _add_kernel[(-(-size // tile), -(-num_tokens // ADD_TILE))](
-            y,
-            out,
-            *delta,
-            num_tokens,
-            size,
-            delta.low.shape[-1],
-            TOKENS=ADD_TILE,
-            ROWS=ADD_ROWS,
-            KIND=activation or "",
-            GATED=gated,
-            IN_PLACE=out is y,
-            RANK=delta.rank,
-            PARTED=delta.has_parts,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=8,
-        )
-    return out
+    _shrink_kernel[(MORE_PROGRAMS if expands else PROGRAMS,)](
+        x,
+        factors.low,
+        factors.up,
+        factors.blocks,
+        factors.bounds,
+        factors.places,
+        factors.used,
+        parts,
+        counts,
+        low,
+        out,
+        num_tokens,
+        tiles,
+        in_features,
+        low_rows,
+        num_rows,
+        low_rows // rank,
+        splits,
+        TOKENS=tokens,
+        TILE=tile,
+        COLUMNS=COLUMNS,
+        WARPS=WARPS,
+        SPLITS=_power_of_two(splits),
+        EVEN=in_features % STEP == 0,
+        EXPANDS=expands,
+        ROWS=max(16, FACTORS // _power_of_two(rank)),
+        STAGES=STAGES,
+        RANK=rank,
+        RANK_PAD=_power_of_two(rank),
+        FETCHED=_power_of_two(max(STEP, min(4 * STEP, -(-in_features // splits)))),
+        LINE=LINE,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=WARPS,
+    )
 
 
 def _num_splits(in_features: int) -> int:
@@ -185,122 +147,214 @@ def _power_of_two(n: int) -> int:
 
 
 @triton.jit
-def _unit(item, splits, num_parts, most, num_used):
-    """Return (share, block, part, place in `used`, tile) of a program's item."""
+def _unit(item, splits, num_parts, most, num_places):
+    """Return (share, block, part, place in `used`, tile) of a program's item. Tiles come last."""
     block = item // splits
     part = block // most
     place = part // num_parts
-    return item % splits, block % most, part % num_parts, place % num_used, place // num_used
+    return item % splits, block % most, part % num_parts, place % num_places, place // num_places
+
+
+@triton.jit
+def _tile_tokens(own, tile, TOKENS: tl.constexpr, TILE: tl.constexpr):
+    """Return (tokens of a tile, which of them are there), of TOKENS tokens of which some are own.
+
+    The n-th tile has the n-th TILE own tokens, in their order."""
+    token = tl.arange(0, TOKENS)
+    if TILE < TOKENS:
+        found = tl.cumsum(own.to(tl.int32), 0) - 1 - tile % (TOKENS // TILE) * TILE
+        is_at = own[:, None] & (found[:, None] == tl.arange(0, TILE)[None, :])
+        token = tl.sum(tl.where(is_at, token[:, None], 0), 0)
+        own = tl.sum(is_at.to(tl.int32), 0) > 0
+    return token + tile // (TOKENS // TILE) * TOKENS, own
 
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles", "num_parts", "most_splits"])
 def _shrink_kernel(
     x_ptr,
     low_ptr,
+    up_ptr,
     block_ptr,
+    bound_ptr,
     place_ptr,
     used_ptr,
     share_ptr,
     count_ptr,
+    sum_ptr,
     out_ptr,
     num_tokens,
     tiles,
     in_features,
     low_rows,
+    num_rows,
     num_parts,
     most_splits,
     TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     WARPS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FETCHED: tl.constexpr,
     EVEN: tl.constexpr,
+    EXPANDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    FETCHED: tl.constexpr,
+    LINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply blocks of A by x. With one token its shares are stored as they are."""
-    ONE: tl.constexpr = TOKENS == 1
+    """Multiply blocks of A by x. If EXPANDS, multiply the result by B.
+
+    NOTE: the product that follows reads x before its `wait`. So each program releases after its
+    own."""
     STEP: tl.constexpr = WARPS * COLUMNS
-    if ONE:  # the next kernel has many programs, which need not spread evenly
-        release(PDL)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     num_used = tl.load(used_ptr)
     some = tl.maximum(num_used, 1)
     most = tl.maximum(tl.load(used_ptr + 1), 1)
-    units = tiles * some * num_parts * most
-    if ONE:
-        splits = most_splits
-    else:
-        splits = tl.minimum(tl.maximum(num_programs // units, 1), most_splits)
+    splits = 1
+    blocks_at_once = most
+    num_places = some
+    items = tl.where(num_used > 0, tiles * some * num_parts * most, 0)
+    if EXPANDS:  # a program computes all blocks of a tile; the last place is that of no adapter
+        blocks_at_once = 1
+        num_places = num_used + 1
+        items = tiles * num_places * num_parts
+    elif SPLITS > 1:
+        # Tiles that are not empty, at most. An adapter of few tokens has one.
+        filled = tl.minimum(tiles * some, some + num_tokens // TILE) * num_parts * most
+        splits = tl.minimum(tl.maximum(num_programs // 2 // filled, 1), most_splits)
     share = tl.cdiv(in_features, STEP * splits) * STEP
     splits = tl.cdiv(in_features, share)
-    items = tl.where(num_used > 0, units * splits, 0)
-    if FETCHED:
+    items *= splits
+    if PDL:
         split, block, part, place, tile = _unit(
-            tl.minimum(program, tl.maximum(items - 1, 0)), splits, num_parts, most, some
+            tl.minimum(program, tl.maximum(items - 1, 0)),
+            splits,
+            num_parts,
+            blocks_at_once,
+            num_places,
         )
-        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
-        if (program < items) & (block < tl.load(block_ptr + slot)):
+        slot = tl.load(used_ptr + 2 + tl.minimum(place, some - 1)).to(tl.int64)
+        if (program < items) & (place < num_used) & (block < tl.load(block_ptr + slot)):
             rank = part * RANK + block * RANKS + tl.arange(0, RANKS)
-            line = split * share + tl.arange(0, FETCHED // COLUMNS) * COLUMNS
+            line = split * share + tl.arange(0, FETCHED // LINE) * LINE
             line = tl.minimum(line, tl.minimum(split * share + share, in_features) - 1)
             fetch(low_ptr + ((slot * low_rows + rank) * in_features)[:, None] + line[None, :])
     wait(PDL)
-    if not ONE:
-        release(PDL)
+    release(PDL)
     for item in range(program, items, num_programs):
-        split, block, part, place, tile = _unit(item, splits, num_parts, most, some)
-        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
-        token = tile * TOKENS + tl.arange(0, TOKENS)
-        own = tl.load(place_ptr + token, mask=token < num_tokens, other=-1) == place
+        split, block, part, place, tile = _unit(item, splits, num_parts, blocks_at_once, num_places)
+        token = tile // (TOKENS // TILE) * TOKENS + tl.arange(0, TOKENS)
+        index = tl.load(place_ptr + token, mask=token < num_tokens, other=num_places)
+        slot = tl.load(used_ptr + 2 + tl.minimum(place, some - 1)).to(tl.int64)
+        blocks = tl.load(block_ptr + slot)
+        if EXPANDS:
+            index = tl.where(index < 0, num_used, index)
+            blocks = tl.where(place < num_used, blocks, 0)
+        token, own = _tile_tokens(index == place, tile, TOKENS, TILE)
+        x_rows = x_ptr + token.to(tl.int64) * in_features
+        lows = low_ptr + (slot * low_rows + part * RANK) * in_features
+        at_low = token * low_rows + part * RANK
+        begin = split * share
+        end = tl.minimum(begin + share, in_features)
         is_used = tl.max(own.to(tl.int32)) > 0
-        if is_used & (block < tl.load(block_ptr + slot)):
-            rank = part * RANK + block * RANKS + tl.arange(0, RANKS)
-            rows = low_ptr + (slot * low_rows + rank) * in_features
-            begin = split * share
-            end = tl.minimum(begin + share, in_features)
-            if ONE:
-                column = tl.arange(0, STEP)[None, :]
-                acc = tl.zeros([RANKS, STEP // 8], tl.float32)
-                for start in range(begin, end, STEP):
-                    at = start + column
-                    low = _load(rows[:, None] + at, at < in_features, EVEN)
-                    # Loaded for each rank, and summed by eight within each thread, so that no
-                    # number moves between threads.
-                    x = _load(x_ptr + at + (rank * 0)[:, None], at < in_features, EVEN)
-                    products = low.to(tl.float32) * x.to(tl.float32)
-                    acc += tl.sum(tl.reshape(products, [RANKS, STEP // 8, 8]), 2)
-                tl.store(out_ptr + split * low_rows + rank, tl.sum(acc, 1))
-            else:
-                column = (tl.arange(0, WARPS) * COLUMNS)[:, None, None] + tl.arange(0, COLUMNS)[
-                    None, None, :
-                ]
-                x_rows = x_ptr + token.to(tl.int64)[None, :, None] * in_features
-                acc = tl.zeros([WARPS, RANKS, TOKENS], tl.float32)
-                for start in tl.range(begin, end, STEP, num_stages=STAGES):
-                    at = start + column
-                    low = _load(rows[None, :, None] + at, at < in_features, EVEN)
-                    live = own[None, :, None] if EVEN else own[None, :, None] & (at < in_features)
-                    x = tl.load(x_rows + at, mask=live, other=0.0)
-                    acc = dot(low, x, acc)
-                _store(
-                    tl.sum(acc, 0),
-                    share_ptr,
-                    count_ptr + item // splits,
-                    out_ptr,
-                    token[None, :] * low_rows + rank[:, None],
+        if EXPANDS:
+            if is_used:
+                for other in range(blocks):
+                    rank = other * RANKS + tl.arange(0, RANKS)
+                    acc = _shrink(
+                        x_rows,
+                        lows + rank.to(tl.int64) * in_features,
+                        own,
+                        begin,
+                        end,
+                        in_features,
+                        COLUMNS,
+                        WARPS,
+                        EVEN,
+                    )
+                    acc = acc.to(sum_ptr.dtype.element_ty)
+                    tl.store(sum_ptr + at_low[None, :] + rank[:, None], acc, mask=own[None, :])
+                tl.debug_barrier()
+                _expand(
+                    sum_ptr + at_low,
+                    up_ptr + slot * num_rows * RANK,
+                    out_ptr + token.to(tl.int64) * num_rows,
                     own,
-                    split,
-                    splits,
-                    num_tokens * low_rows,
-                    SPLITS,
+                    tl.load(bound_ptr + part),
+                    tl.load(bound_ptr + part + 1),
+                    blocks * RANKS,
+                    RANK,
+                    RANK_PAD,
+                    ROWS,
+                    STAGES,
                 )
+        elif is_used & (block < blocks):
+            rank = block * RANKS + tl.arange(0, RANKS)
+            acc = _shrink(
+                x_rows,
+                lows + rank.to(tl.int64) * in_features,
+                own,
+                begin,
+                end,
+                in_features,
+                COLUMNS,
+                WARPS,
+                EVEN,
+            )
+            _store(
+                acc,
+                share_ptr,
+                count_ptr + item // splits,
+                out_ptr,
+                at_low[None, :] + rank[:, None],
+                own,
+                split,
+                splits,
+                num_tokens * low_rows,
+                SPLITS,
+            )
 
 
 @triton.jit
-def _load(pointers, live, EVEN: tl.constexpr):
+def _shrink(
+    x_rows,
+    low_rows,
+    own,
+    begin,
+    end,
+    in_features,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Return A xᵀ over columns from begin to end, `[RANKS, tokens]`, of rows at these addresses.
+
+    The next step's columns are loaded while one is multiplied, in registers: shared memory is left
+    to the product."""
+    STEP: tl.constexpr = WARPS * COLUMNS
+    column = (tl.arange(0, WARPS) * COLUMNS)[:, None, None] + tl.arange(0, COLUMNS)[None, None, :]
+    lows = low_rows[None, :, None] + column
+    xs = x_rows[None, :, None] + column
+    own = own[None, :, None]
+    left = in_features - column
+    acc = tl.zeros([WARPS, low_rows.shape[0], x_rows.shape[0]], tl.float32)
+    low = _load_columns(lows + begin, begin < left, EVEN)
+    x = tl.load(xs + begin, mask=own if EVEN else own & (begin < left), other=0.0)
+    for start in range(begin + STEP, end, STEP):
+        next_low = _load_columns(lows + start, start < left, EVEN)
+        next_x = tl.load(xs + start, mask=own if EVEN else own & (start < left), other=0.0)
+        acc = dot(low, x, acc)
+        low = next_low
+        x = next_x
+    return tl.sum(dot(low, x, acc), 0)
+
+
+@triton.jit
+def _load_columns(pointers, live, EVEN: tl.constexpr):
     if EVEN:
         values = tl.load(pointers)
     else:
@@ -314,7 +368,7 @@ def _store(
 ):
     """Store a block's sums `[RANKS, tokens]`, of all shares if this program is the last of them."""
     # Loads that do not wait for each other, as many as registers allow.
-    AT_ONCE: tl.constexpr = SPLITS if acc.shape[1] <= 16 else 8
+    AT_ONCE: tl.constexpr = min(SPLITS, 16)
     if SPLITS == 1:  # noqa: SIM114  # `splits` is not known when this is compiled
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=own[None, :])
     elif splits == 1:
@@ -336,86 +390,34 @@ def _store(
             tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=own[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _add_kernel(
-    y_ptr,
-    out_ptr,
-    low_ptr,
-    up_ptr,
-    block_ptr,
-    row_part_ptr,
-    place_ptr,
-    used_ptr,
-    num_tokens,
-    size,
-    low_stride,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+@triton.jit
+def _expand(
+    lows,
+    ups,
+    outs,
+    own,
+    first,
+    end,
+    num_ranks,
     RANK: tl.constexpr,
-    PARTED: tl.constexpr,
-    PDL: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Finish a tile of a product: `epilogue.finish`."""
-    row, out_row = tile_rows(size, ROWS, GATED)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    at_out, stored = tile_outputs(token, out_row, num_tokens, size)
-    part = load_parts(row_part_ptr + row, PARTED, ROWS)
-    wait(PDL)
-    release(PDL)
-    inputs = load_inputs(
-        y_ptr,
-        y_ptr,
-        block_ptr,
-        place_ptr,
-        used_ptr,
-        token,
-        at_out,
-        stored,
-        part,
-        num_tokens,
-        False,
-        False,
-        RANK,
-    )
-    adapters = inputs[2]
-    if IN_PLACE:  # noqa: SIM102  # the other condition is not known when this is compiled
-        if adapters[2] == 0:  # no token of the tile has an adapter
-            return
-    num_rows = 2 * size if GATED else size
-    acc = tl.load(
-        y_ptr + (token * num_rows)[:, None] + row[None, :],
-        mask=(token < num_tokens)[:, None],
-        other=0.0,
-    ).to(tl.float32)
-    finish(
-        acc,
-        (0.0, 0.0, 0.0, part),
-        inputs,
-        out_ptr,
-        y_ptr,
-        y_ptr,
-        low_ptr,
-        up_ptr,
-        block_ptr,
-        used_ptr,
-        row,
-        token,
-        at_out,
-        stored,
-        num_tokens,
-        size,
-        size,
-        low_stride,
-        0.0,
-        False,
-        False,
-        False,
-        False,
-        RANK,
-        KIND,
-        GATED,
-        False,
-    )
+    """Store x Aᵀ Bᵀ for B's rows from first to end. lows, outs: addresses of the tokens' rows."""
+    rank = tl.arange(0, RANK_PAD)
+    live = rank < num_ranks
+    low = tl.load(lows[:, None] + rank[None, :], mask=own[:, None] & live[None, :], other=0.0)
+    for start in tl.range(first, end, ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        up = tl.load(
+            ups + (row * RANK)[:, None] + rank[None, :],
+            mask=(row < end)[:, None] & live[None, :],
+            other=0.0,
+        )
+        y = dot(up, low, tl.zeros([ROWS, lows.shape[0]], tl.float32))
+        tl.store(
+            outs[None, :] + row[:, None],
+            y.to(outs.dtype.element_ty),
+            mask=own[None, :] & (row < end)[:, None],
+        )

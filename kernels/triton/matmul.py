@@ -31,8 +31,10 @@ from .epilogue import (
     dot,
     fetch_up,
     finish,
+    load_adapters,
     load_constants,
     load_inputs,
+    load_places,
     tile_outputs,
     tile_rows,
 )
@@ -43,7 +45,6 @@ ROW_CLASSES = (1, 8, 16, 32, 48, MAX_TOKENS)
 """The most rows of x for which each kernel is chosen, here, in `linear`, `fp8` and `grouped`."""
 COLUMNS = 128  # columns per step of the loop and per part
 MULTIPROCESSORS = 132  # number on an H200
-ADAPTED_FETCH = 1 << 16  # most elements of a tile's weight to prefetch during `lora.shrink`
 ENOUGH = 72  # programs that keep more than half of them busy
 
 
@@ -139,10 +140,6 @@ def _run(
         parts = torch.empty(shape, dtype=torch.float32, device=x.device)
         counts = counters(x.device, num_tiles)
     pdl = supported(x.device)
-    fetched = max(2 * COLUMNS, step)
-    if delta is not None:  # x Aᵀ is computed meanwhile
-        most = min(ADAPTED_FETCH // max(64, tile.rows), 1 << (share.bit_length() - 1))
-        fetched = max(fetched, most)
     _tile_kernel[(num_tiles, tile.splits)](
         x,
         weight,
@@ -168,7 +165,7 @@ def _run(
         PARTS=tile.parts,
         SPLITS=tile.splits,
         STAGES=max(1, stages),
-        FETCHED=fetched if pdl else 0,
+        FETCHED=max(2 * COLUMNS, step) if pdl else 0,
         LINE=128 // weight.itemsize,
         EVEN=in_features % step == 0,
         SCALED=scale is not None,
@@ -403,22 +400,15 @@ def _tile_kernel(
         x_rows = x_rows[None, :, None]
         in_x = (token < num_tokens)[None, :, None]
         acc = tl.zeros([PARTS, FIRST, SECOND], tl.float32)
-    wait(PDL)
-    inputs = load_inputs(
-        given_ptr,
-        residual_ptr,
-        block_ptr,
-        place_ptr,
-        used_ptr,
-        token,
-        at_out,
-        stored,
-        constants[3],
-        num_tokens,
-        UNSCALED,
-        NORMED,
-        RANK,
-    )
+    adapters = 0.0
+    if RANK:
+        index = load_places(place_ptr, token, num_tokens)
+        adapters = load_adapters(block_ptr, used_ptr, index, constants[3])
+    wait(PDL and not RANK)
+    if not RANK:
+        inputs = load_inputs(
+            given_ptr, residual_ptr, token, at_out, stored, adapters, num_tokens, UNSCALED, NORMED
+        )
     for start in tl.range(0, tl.minimum(share, left), PARTS * COLUMNS, num_stages=STAGES):
         at = start + column
         weight = load_once(rows + at, at < left, EVEN)
@@ -431,6 +421,11 @@ def _tile_kernel(
             acc = dot(x, weight, acc)
     if LATE:
         release(PDL)
+    wait(PDL and RANK)
+    if RANK:
+        inputs = load_inputs(
+            given_ptr, residual_ptr, token, at_out, stored, adapters, num_tokens, UNSCALED, NORMED
+        )
     if PARTS > 1:
         acc = tl.sum(acc, 0)
     if SPLITS > 1:

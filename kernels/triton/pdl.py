@@ -48,6 +48,9 @@ class Early(NamedTuple):
     step: tuple[str, ...] = ()  # inputs of the step: written at least three kernels earlier
     fetched: tuple[str, ...] = ()
     """Only prefetched into the L2 cache, which always has the newest data: of any age."""
+    with_adapters: tuple[str, ...] = ()
+    """Read in addition by a product with LoRA adapters, since it waits after its loop: constants,
+    inputs of the step, and x. `lora._shrink_kernel` ahead of it releases after its own `wait`."""
 
 
 _AFFINE = Early(constant=("weight_ptr", "bias_ptr"))
@@ -80,23 +83,26 @@ EARLY = {
         constant=("weight_ptr", "scale_ptr", "bias_ptr", "block_ptr", "row_part_ptr"),
         step=("place_ptr", "used_ptr"),
         fetched=("up_ptr",),
+        with_adapters=("x_ptr",),
     ),
     "grouped._grouped_kernel": Early(
-        constant=("scale_ptr", "offset_ptr", "bias_ptr", "norm_ptr", "row_part_ptr"),
-        step=("used_ptr",),
+        constant=("scale_ptr", "offset_ptr", "bias_ptr", "norm_ptr", "row_part_ptr", "block_ptr"),
+        step=("place_ptr", "used_ptr"),
         fetched=("weight_ptr", "up_ptr"),
+        with_adapters=("weight_ptr", "x_ptr"),
     ),
     "linear._vector_kernel": Early(
         constant=("weight_ptr", "bias_ptr", "block_ptr", "row_part_ptr"),
         step=("place_ptr", "used_ptr"),
         fetched=("up_ptr",),
+        with_adapters=("x_ptr",),
     ),
-    "lora._add_kernel": Early(constant=("row_part_ptr",)),
     "lora._shrink_kernel": Early(constant=("block_ptr",), step=("used_ptr",), fetched=("low_ptr",)),
     "matmul._tile_kernel": Early(
-        constant=("scale_ptr", "bias_ptr", "norm_ptr", "row_part_ptr"),
-        step=("used_ptr",),
+        constant=("scale_ptr", "bias_ptr", "norm_ptr", "row_part_ptr", "block_ptr"),
+        step=("place_ptr", "used_ptr"),
         fetched=("weight_ptr", "up_ptr"),
+        with_adapters=("weight_ptr", "x_ptr"),
     ),
     "norm._join_kernel": Early(
         constant=(

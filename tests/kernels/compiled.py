@@ -18,7 +18,7 @@ from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_ker
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
 from toolkit.kernels.triton.grouped import _grouped_kernel
 from toolkit.kernels.triton.logprobs import _blocks_kernel, _records_kernel
-from toolkit.kernels.triton.lora import _add_kernel, _shrink_kernel
+from toolkit.kernels.triton.lora import _shrink_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
 from toolkit.kernels.triton.norm import _join_kernel
 from toolkit.kernels.triton.rotary import _qk_norm_rope_write_kernel
@@ -136,9 +136,22 @@ TILE_TYPES = {
     "scale_ptr": "*fp32",
     "eps": "fp32",
 }
-ADAPTERS = dict.fromkeys(("block_ptr", "row_part_ptr", "place_ptr", "used_ptr"), "*i32")
+ADAPTERS = dict.fromkeys(
+    ("block_ptr", "bound_ptr", "row_part_ptr", "place_ptr", "used_ptr"), "*i32"
+)
 TILE_TYPES |= ADAPTERS
-SHRINK = {"COLUMNS": 64, "WARPS": 4, "RANK": 16, "FETCHED": 256, "EVEN": True, "PDL": True}
+SHRINK = {
+    "COLUMNS": 64,
+    "WARPS": 4,
+    "ROWS": 256,
+    "STAGES": 3,
+    "RANK": 16,
+    "RANK_PAD": 16,
+    "FETCHED": 256,
+    "LINE": 64,
+    "EVEN": True,
+    "PDL": True,
+}
 TILE = {
     "COLUMNS": 128,
     "FETCHED": 256,
@@ -182,18 +195,13 @@ def compile_grouped(
 
 
 def compile_adapters() -> None:
-    shares = ADAPTERS | {"share_ptr": "*fp32", "count_ptr": "*i32", "low_ptr": "*bf16"}
-    for tokens, splits in ((1, 16), (8, 32), (32, 16), (32, 1)):
-        constants = SHRINK | {"TOKENS": tokens, "SPLITS": splits, "STAGES": 4}
-        types = shares | ({"out_ptr": "*fp32"} if tokens == 1 else {})
-        compile_kernel(f"shrink, {tokens} tokens", _shrink_kernel, types, constants, 4, 3)
+    types = ADAPTERS | {"share_ptr": "*fp32", "count_ptr": "*i32"}
+    for tokens, splits, expands in ((8, 32, False), (64, 16, False), (64, 1, True)):
+        rows = {"TOKENS": tokens, "TILE": min(tokens, 16), "SPLITS": splits, "EXPANDS": expands}
+        compile_kernel(f"shrink, {tokens} tokens", _shrink_kernel, types, SHRINK | rows, 4, 3)
     end = {"KIND": "silu", "GATED": True, "RANK": 16, "PARTED": True, "PDL": True}
-    tile = {"TOKENS": 64, "ROWS": 128, "IN_PLACE": False}
-    compile_kernel("add", _add_kernel, ADAPTERS, tile | end, 8, 3)
-    plain = {"KIND": "", "GATED": False, "PARTED": False, "IN_PLACE": True}
-    compile_kernel("add in place", _add_kernel, ADAPTERS, tile | end | plain, 8, 3)
-    types = ADAPTERS | {"low_ptr": "*fp32", "scale_ptr": "*fp32"}
-    row = {"COLUMNS": 2048, "EVEN": True, "BIASED": False, "SPLITS": 16}
+    types = ADAPTERS | {"scale_ptr": "*fp32"}
+    row = {"COLUMNS": 2048, "EVEN": True, "BIASED": False}
     compile_kernel("one row", linear._vector_kernel, types, end | row | {"ROWS": 2}, 4, 3)
     types["weight_ptr"] = "*fp8e4nv"
     compile_kernel("one row, FP8", fp8._vector_kernel, types, end | row | {"ROWS": 4}, 4, 3)

@@ -23,6 +23,11 @@ FUNCTIONS = {
 }
 Roots = frozenset[str]  # parameters that a value was computed from
 NONE: Roots = frozenset()
+WAITS = {
+    False: ("wait(PDL)", "wait(PDL and (not RANK))"),
+    True: ("wait(PDL)", "wait(PDL and RANK)"),
+}
+"""Calls that wait, by whether the kernel has adapters."""
 
 
 def imported(module: str) -> dict[str, tuple[str, str]]:
@@ -38,11 +43,13 @@ NAMES = {module: imported(module) for module in TREES}
 
 
 class Reads:
-    """Parameters that a kernel loads, prefetches and writes before its `wait`."""
+    """Parameters that a kernel loads, prefetches and writes before its `wait`, with LoRA adapters
+    or without."""
 
-    def __init__(self, module: str, kernel: str) -> None:
+    def __init__(self, module: str, kernel: str, *, is_adapted: bool = False) -> None:
         self.loaded, self.fetched, self.written = set(), set(), set()
         self.waits = False
+        self._is_adapted = is_adapted
         function = FUNCTIONS[module, kernel]
         pointers = [arg.arg for arg in function.args.args if arg.arg.endswith("_ptr")]
         self._run(module, function.body, {name: frozenset([name]) for name in pointers})
@@ -58,6 +65,8 @@ class Reads:
                 self._assign(module, targets, statement, names)
             elif isinstance(statement, ast.Return):
                 returned |= self._value(module, statement.value, names)
+            elif self._is_adapted and ast.unparse(statement).startswith("if not RANK:"):
+                continue
             elif isinstance(statement, ast.If | ast.For | ast.While):
                 head = statement.iter if isinstance(statement, ast.For) else statement.test
                 self._value(module, head, names)
@@ -96,7 +105,7 @@ class Reads:
         called = ast.unparse(node.func)
         first = parts[1] if len(parts) > 1 else NONE
         if called == "wait":
-            self.waits = True
+            self.waits = ast.unparse(node) in WAITS[self._is_adapted]
         elif called in ("tl.load", "gl.load") or called.startswith("tl.atomic"):
             self.loaded |= first
             self.written |= first if "atomic" in called else NONE
@@ -139,13 +148,25 @@ def test_early_reads_are_those_that_are_declared(kernel):
     assert sorted(reads.loaded) == sorted(declared.constant + declared.step)
     assert sorted(reads.fetched - reads.loaded) == sorted(declared.fetched)
     assert not reads.written, "nothing is written before the kernels ahead have ended"
+    adapted = Reads(module, name, is_adapted=True)
+    assert adapted.waits
+    assert sorted(adapted.loaded - reads.loaded) == sorted(declared.with_adapters)
+    assert adapted.loaded >= reads.loaded
+    assert not adapted.written
+
+
+def test_shrink_releases_the_product_when_x_is_ready():
+    body = [ast.unparse(one) for one in FUNCTIONS["lora", "_shrink_kernel"].body]
+    assert body.count("release(PDL)") == 1
+    assert body[body.index("wait(PDL)") + 1] == "release(PDL)"
 
 
 @pytest.mark.parametrize("kernel", pdl.EARLY)
 def test_every_program_waits_once(kernel):
     module, _, name = kernel.partition(".")
     body = FUNCTIONS[module, name].body
-    waits = [i for i, statement in enumerate(body) if ast.unparse(statement) == "wait(PDL)"]
-    assert len(waits) == 1
-    before = [node for statement in body[: waits[0]] for node in ast.walk(statement)]
-    assert not any(isinstance(node, ast.Return) for node in before)
+    for calls in WAITS.values():
+        waits = [i for i, statement in enumerate(body) if ast.unparse(statement) in calls]
+        assert len(waits) == 1
+        before = [node for statement in body[: waits[0]] for node in ast.walk(statement)]
+        assert not any(isinstance(node, ast.Return) for node in before)

@@ -106,12 +106,15 @@ class GPUAdaptedWeight(Adapted):
         self._blocks = parameter(torch.zeros(num_slots, dtype=torch.int32, device=device))
         index = torch.arange(len(parts), dtype=torch.int32)
         self._parts = parameter(index.repeat_interleave(torch.tensor(parts)).to(device))
-        first_rows = [0, *accumulate(parts)][:-1]
-        self._first_ranks = {row: i * self._rank for i, row in enumerate(first_rows)}
+        bounds = [0, *accumulate(parts)]
+        self._bounds = parameter(torch.tensor(bounds, dtype=torch.int32, device=device))
+        self._first_ranks = {row: i * self._rank for i, row in enumerate(bounds[:-1])}
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in (self._low, self._up, self._blocks, self._parts))
+        return sum(
+            one.nbytes for one in (self._low, self._up, self._blocks, self._parts, self._bounds)
+        )
 
     def place(self, slot: int, parts: list[Part]) -> None:
         """Replace the adapter of a slot on the current stream."""
@@ -167,4 +170,5 @@ class GPUAdaptedWeight(Adapted):
         if rows is None:
             return None
         used, index = rows
-        return self._kernels.factors(self._low, self._up, self._blocks, self._parts, index, used)
+        buffers = self._low, self._up, self._blocks, self._parts, self._bounds
+        return self._kernels.factors(*buffers, index, used)
