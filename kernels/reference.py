@@ -258,6 +258,76 @@ def linear(
     return y.to(x.dtype)
 
 
+class Routing(NamedTuple):
+    """Choice of experts from a router's logits."""
+
+    num_chosen: int  # experts of a token
+    scores: str = "softmax"  # of the logits, or "sigmoid"
+    renormalize: bool = False  # divide the chosen scores by their sum
+    num_groups: int = 1  # of as many adjacent experts each
+    num_chosen_groups: int = 1  # groups that experts are chosen from
+    scale: float = 1.0  # of the weights
+
+
+def route(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token and their weights: int32 and fp32 `[n, num_chosen]`.
+
+    logits: `[n, num_experts]`; bias: `[num_experts]`, added to the scores for the choice only
+    (DeepSeek-V3, arXiv:2412.19437). Groups are chosen by their best score (DeepSeek-V2,
+    arXiv:2405.04434) or, with a bias, by the sum of their two best. Of equal ones the first is
+    chosen. slots: `[n]`; tokens with a negative one have experts -1 and weights 0."""
+    logits = logits.float()
+    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
+    rank = scores if bias is None else scores + bias.float()
+    if routing.num_chosen_groups < routing.num_groups:
+        groups = rank.view(len(rank), routing.num_groups, -1)
+        best = groups.topk(1 if bias is None else 2, dim=-1).values.sum(-1)
+        chosen = best.sort(dim=-1, descending=True, stable=True).indices
+        excluded = torch.ones_like(best, dtype=torch.bool)
+        excluded.scatter_(1, chosen[:, : routing.num_chosen_groups], False)
+        rank = groups.masked_fill(excluded[..., None], -torch.inf).flatten(1)
+    ids = rank.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]
+    weights = scores.gather(1, ids)
+    if routing.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights = weights * routing.scale
+    if slots is not None:
+        ids = ids.masked_fill(slots[:, None] < 0, -1)
+        weights = weights.masked_fill(slots[:, None] < 0, 0)
+    return ids.int(), weights
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
+    up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sum of what each token's experts compute, in fp32.
+
+    x: `[n, hidden]`; ids, weights: of `route`, or -1 for no expert; up: `[num_experts, 2 * size,
+    hidden]`, gate's rows, then up's; down: `[num_experts, hidden, size]`; scales of FP8 weights:
+    fp32, one per row. The gated products are rounded to the type of x."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(len(up)):
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        if len(token):
+            wide = [
+                one[expert].float() * (1 if scale is None else scale[expert, :, None])
+                for one, scale in ((up, up_scale), (down, down_scale))
+            ]
+            inner = linear(x[token], wide[0], None, activation, gated=True)
+            part = linear(inner.float(), wide[1])
+            out.index_add_(0, token, part * weights[token, choice, None])
+    return out.to(x.dtype)
+
+
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (rows in FP8, fp32 scales `[rows, 1]`). Each row's maximum becomes FP8_MAX."""
     x = x.float()

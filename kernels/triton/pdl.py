@@ -46,6 +46,8 @@ class Early(NamedTuple):
 
     constant: tuple[str, ...] = ()  # written while no step runs: weights, adapters, tables
     step: tuple[str, ...] = ()  # inputs of the step: written at least three kernels earlier
+    recent: tuple[str, ...] = ()
+    """Written two kernels earlier. The kernel ahead, of the same file, releases after `wait`."""
     fetched: tuple[str, ...] = ()
     """Only prefetched into the L2 cache, which always has the newest data: of any age."""
     with_adapters: tuple[str, ...] = ()
@@ -78,6 +80,15 @@ EARLY = {
     ),
     "attention_kernels.merge_kernel": Early(step=("query_start_ptr",)),
     "embedding._embed_kernel": Early(),
+    "expert_kernels.down_kernel": Early(
+        recent=("id_ptr", "table_ptr", "pair_ptr", "share_ptr"), fetched=("weight_ptr",)
+    ),
+    "expert_kernels.sum_kernel": Early(recent=("id_ptr",)),
+    "expert_kernels.up_kernel": Early(),
+    "expert_kernels.vector_down_kernel": Early(
+        constant=("weight_ptr", "scale_ptr"), recent=("id_ptr", "share_ptr")
+    ),
+    "expert_kernels.vector_up_kernel": Early(),
     "fp8._quantize_kernel": Early(),
     "fp8._vector_kernel": Early(
         constant=("weight_ptr", "scale_ptr", "bias_ptr", "block_ptr", "row_part_ptr"),
@@ -116,6 +127,8 @@ EARLY = {
     ),
     "norm._rms_norm_rows_kernel": Early(constant=("weight_ptr",)),
     "rotary._qk_norm_rope_write_kernel": Early(step=("cos_sin_ptr", "q_cos_sin_ptr", "slot_ptr")),
+    "routing._arrange_kernel": Early(),
+    "routing._route_kernel": Early(constant=("bias_ptr",)),
     "sampling._choose_kernel": Early(),
     "sampling._statistics_kernel": Early(),
 }

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from toolkit.kernels.triton import fp8, linear
+from toolkit.kernels.triton import expert_kernels, fp8, linear, routing
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
@@ -235,6 +235,48 @@ def compile_logprobs() -> None:
     compile_kernel("log-probabilities, records", _records_kernel, types, width | pad, 1, 3)
 
 
+def compile_experts() -> None:
+    integers = dict.fromkeys(("id_ptr", "table_ptr", "pair_ptr", "count_ptr"), "*i32")
+    types = integers | {"slot_ptr": "*i64", "scale_ptr": "*fp32", "share_ptr": "*fp32"}
+    router = {"CHOSEN": 8, "CHOSEN_PAD": 8, "SIZE_PAD": 32, "PADDED": True, "PDL": True}
+    plain = {"GROUPS": 1, "GROUPS_PAD": 1, "CHOSEN_GROUPS": 1, "SIZE": 128, "SIZE_PAD": 128}
+    plain |= {"SIGMOID": False, "RENORMALIZE": True, "BIASED": False}
+    groups = {"GROUPS": 6, "GROUPS_PAD": 8, "CHOSEN_GROUPS": 3, "SIZE": 20}
+    groups |= {"SIGMOID": True, "RENORMALIZE": True, "BIASED": True}
+    routed = types | {"weight_ptr": "*fp32", "scale": "fp32"}
+    for name, kind in (("router", plain), ("router, groups", groups)):
+        compile_kernel(name, routing._route_kernel, routed, router | kind, 1, 3)
+    arranged = {"PAIRS": routing.PAIRS, "EXPERTS": 128, "PDL": True}
+    compile_kernel("blocks of experts", routing._arrange_kernel, types, arranged, 8, 3)
+    chosen = {"CHOSEN": 6, "CHOICES": 8, "PDL": True}
+    up, down = {"KIND": "silu"}, {"FETCHED": 256, "LINE": 64}
+    for scaled in (False, True):
+        kind = ", FP8" if scaled else ""
+        weights = types | ({"weight_ptr": "*fp8e4nv"} if scaled else {})
+        one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "PDL": True}
+        constants = one | up | {"COLUMNS": 2048}
+        compile_kernel(
+            f"one token, up{kind}", expert_kernels.vector_up_kernel, weights, constants, 4, 3
+        )
+        constants = one | chosen | {"COLUMNS": 256}
+        compile_kernel(
+            f"one token, down{kind}", expert_kernels.vector_down_kernel, weights, constants, 4, 3
+        )
+        for tile in ((8, 64, 128, 4, 4), (32, 64, 128, 4, 4), (128, 128 * (2 - scaled), 64, 4, 8)):
+            tokens, rows, columns, stages, warps = tile
+            shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": stages}
+            constants = shape | chosen | {"FEW": tokens == 8, "EVEN": True, "SCALED": scaled}
+            name = f"{tokens} pairs of an expert{kind}"
+            compile_kernel(
+                f"{name}, up", expert_kernels.up_kernel, weights, constants | up, warps, 3
+            )
+            compile_kernel(
+                f"{name}, down", expert_kernels.down_kernel, weights, constants | down, warps, 3
+            )
+    constants = chosen | {"CHUNK": 1024}
+    compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
+
+
 def main() -> None:
     fused = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
     plain = PLAIN | {"sinks_ptr": None}
@@ -274,6 +316,7 @@ def main() -> None:
     compile_tile("product before a norm, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
     compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
     compile_adapters()
+    compile_experts()
     compile_logprobs()
     compile_tile("product with adapters", 64, 64, 6, 1, 1, LATE=True, RANK=16, FETCHED=1024)
     gated = {"GATED": True, "KIND": "silu", "LATE": True, "UNSCALED": True}

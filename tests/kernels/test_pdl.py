@@ -145,7 +145,7 @@ def test_early_reads_are_those_that_are_declared(kernel):
     module, _, name = kernel.partition(".")
     declared, reads = pdl.EARLY[kernel], Reads(module, name)
     assert reads.waits, "the kernel waits"
-    assert sorted(reads.loaded) == sorted(declared.constant + declared.step)
+    assert sorted(reads.loaded) == sorted(declared.constant + declared.step + declared.recent)
     assert sorted(reads.fetched - reads.loaded) == sorted(declared.fetched)
     assert not reads.written, "nothing is written before the kernels ahead have ended"
     adapted = Reads(module, name, is_adapted=True)

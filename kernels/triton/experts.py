@@ -1,0 +1,292 @@
+"""Layers of experts: each token is multiplied by the weights of the few experts chosen for it.
+
+Few tokens are bound by reading the weights of the chosen experts. One token is multiplied in
+registers, by all of its experts at once. A few are one tile: each program takes an expert, and the
+tokens that chose it. For more, `routing.arrange` lists blocks of tokens of one expert on the
+device; programs past the last block return. Results do not depend on the order of programs: each
+product of a token and an expert is stored, and a token's are summed in the order of its choices.
+
+A pair is a token and one of its experts: `token * num_chosen + choice`. Rows of the gated product
+and of the one after it are in the order of pairs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .activation import check_kind
+from .expert_kernels import down_kernel, sum_kernel, up_kernel, vector_down_kernel, vector_up_kernel
+from .fp8 import FP8
+from .matmul import shared_memory
+from .pdl import supported
+from .routing import Blocks, arrange, power_of_two
+
+FEW_TOKENS = 16  # tokens up to which they are one tile, without blocks
+ROW_CLASSES = (1, 8, FEW_TOKENS, 64, 256, 512, 1024, 2048, 4096)
+"""The most tokens for which each kernel is chosen. Warm-up has steps of as many."""
+VECTOR = 2048  # elements of a row that a program of one token multiplies at a time
+CHUNK = 1024  # columns of a program that sums
+
+
+class Tile(NamedTuple):
+    """The shape of one program's product."""
+
+    tokens: int  # most pairs
+    rows: int  # of the weight; gate's and up's together
+    columns: int  # per step
+    stages: int  # steps in flight, if shared memory allows
+    warps: int
+
+
+class Tiles(NamedTuple):
+    """Tiles of the two products, of as many tokens."""
+
+    up: Tile
+    down: Tile
+
+    def hold(self, num_tokens: int) -> bool:
+        """Return True if all tokens are in one tile, without blocks."""
+        return num_tokens <= min(self.up.tokens, FEW_TOKENS)
+
+
+class Matrices(NamedTuple):
+    """A weight of each expert."""
+
+    values: Tensor  # [num_experts, rows, columns]
+    scale: Tensor | None  # of FP8: fp32 [num_experts, rows]
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor]:
+        return self.values, self.values if self.scale is None else self.scale
+
+
+class Chosen(NamedTuple):
+    """The experts of each token."""
+
+    ids: Tensor  # int32 [num_tokens, num_chosen]; -1: none
+    weights: Tensor  # fp32, like ids
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
+    up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Return the weighted sum of what each token's experts compute: down(act(gate x) * up x).
+
+    x: `[num_tokens, hidden]`; ids: int32 `[num_tokens, num_chosen]`, each token's experts, which
+    differ, or -1 for none; weights: fp32, like ids; up: `[num_experts, 2 * size, hidden]`, gate's
+    rows, then up's; down: `[num_experts, hidden, size]`. All contiguous. The type of up and down is
+    that of x, or FP8 with fp32 scales `[num_experts, 2 * size]` and `[num_experts, hidden]`, one
+    per row. Sums are in fp32. A token without experts gets 0. Returns `[num_tokens, hidden]`.
+
+    Raises ValueError for other shapes and types, and an unknown activation."""
+    _check(x, Chosen(ids, weights), Matrices(up, up_scale), Matrices(down, down_scale))
+    check_kind(activation)
+    chosen = Chosen(ids, weights)
+    both = Matrices(up, up_scale), Matrices(down, down_scale)
+    out = torch.empty_like(x)
+    if len(x) == 1 and tiles is None and uses_vector(up, down):
+        _run_vector(x, chosen, *both, activation, out)
+    elif len(x):
+        tiles = tiles or best_tiles(len(x), len(up), ids.shape[1], up.itemsize)
+        _run_tiles(x, chosen, *both, activation, out, tiles)
+    return out
+
+
+def uses_vector(up: Tensor, down: Tensor) -> bool:
+    """Return True if one token is multiplied in registers: FP8 is read in aligned words."""
+    return up.dtype != FP8 or (up.shape[2] % 16 == 0 and down.shape[2] % 16 == 0)
+
+
+def best_tiles(num_tokens: int, num_experts: int, num_chosen: int, itemsize: int) -> Tiles:
+    """Return tiles for a number of tokens, the same within each of ROW_CLASSES.
+
+    Blocks have room for twice the mean number of an expert's pairs, so that most experts have one
+    block and their weights are read once. `itemsize`: bytes of an element of the weights."""
+    if num_tokens <= FEW_TOKENS:
+        tile = Tile(8 if num_tokens <= 8 else 16, 64, 128, 4, 4)
+        return Tiles(tile, tile)
+    most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
+    tokens = min(128, max(16, power_of_two(2 * most * num_chosen // num_experts)))
+    if tokens <= 32:
+        tile = Tile(tokens, 64, 128, 4, 4)
+    elif tokens == 64 or itemsize == 1:
+        tile = Tile(tokens, 128, 64, 4, tokens // 16)
+    else:
+        tile = Tile(tokens, 256, 64, 4, 8)
+    return Tiles(tile, tile)
+
+
+def _check(x: Tensor, chosen: Chosen, up: Matrices, down: Matrices) -> None:
+    num_tokens, hidden = x.shape
+    num_experts, _, size = down.values.shape
+    if not all(one.is_contiguous() for one in (x, *chosen, *up.pointers, *down.pointers)):
+        raise ValueError("x, ids, weights, up, down and their scales must be contiguous")
+    if up.values.shape != (num_experts, 2 * size, hidden) or down.values.shape[1] != hidden:
+        raise ValueError(
+            f"for rows of {hidden}, up {list(up.values.shape)} and down {list(down.values.shape)} "
+            f"must be [num_experts, 2 * size, {hidden}] and [num_experts, {hidden}, size]"
+        )
+    ids, weights = chosen
+    if ids.dtype != torch.int32 or weights.dtype != torch.float32 or ids.shape != weights.shape:
+        raise ValueError(
+            f"ids and weights must be int32 and fp32 of one shape, "
+            f"not {ids.dtype} {list(ids.shape)} and {weights.dtype} {list(weights.shape)}"
+        )
+    if len(ids) != num_tokens:
+        raise ValueError(f"ids of {len(ids)} tokens are not those of {num_tokens} rows")
+    for values, scale in (up, down):
+        if values.dtype != (x.dtype if scale is None else FP8):
+            raise ValueError(
+                f"weights must be {x.dtype}, or {FP8} with scales, not {values.dtype} "
+                f"with{'out' if scale is None else ''} scales"
+            )
+        if scale is not None and (scale.dtype != torch.float32 or scale.shape != values.shape[:2]):
+            raise ValueError(f"scales must be fp32 {list(values.shape[:2])}, one per row")
+    if (up.scale is None) != (down.scale is None):
+        raise ValueError("up and down must both have scales, or neither")
+
+
+def _run_vector(
+    x: Tensor, chosen: Chosen, up: Matrices, down: Matrices, activation: str, out: Tensor
+) -> None:
+    """Compute `experts` of one token, whose down products are summed in registers."""
+    num_chosen, (hidden, size) = chosen.ids.shape[1], down.values.shape[1:]
+    is_scaled = up.scale is not None
+    rows = 4 if is_scaled else 2
+    choices = power_of_two(num_chosen)
+    inner = torch.empty((num_chosen, size), dtype=x.dtype, device=x.device)
+    pdl = supported(x.device)
+    vector_up_kernel[(-(-size // rows), num_chosen)](
+        x,
+        *up.pointers,
+        chosen.ids,
+        inner,
+        size,
+        hidden,
+        ROWS=rows,
+        COLUMNS=min(VECTOR, max(16, power_of_two(hidden))),
+        SCALED=is_scaled,
+        KIND=activation,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+    vector_down_kernel[(-(-hidden // rows),)](
+        inner,
+        *down.pointers,
+        *chosen,
+        out,
+        hidden,
+        size,
+        ROWS=rows,
+        COLUMNS=min(VECTOR // choices, max(16, power_of_two(size))),
+        CHOSEN=num_chosen,
+        CHOICES=choices,
+        SCALED=is_scaled,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+
+
+def _run_tiles(
+    x: Tensor,
+    chosen: Chosen,
+    up: Matrices,
+    down: Matrices,
+    activation: str,
+    out: Tensor,
+    tiles: Tiles,
+) -> None:
+    """Compute `experts` of several tokens."""
+    ids = chosen.ids
+    (num_tokens, num_chosen), (num_experts, hidden, size) = ids.shape, down.values.shape
+    is_few = tiles.hold(num_tokens)
+    blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)
+    inner = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
+    parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
+    pdl = supported(x.device)
+    grid, place = _places(blocks, ids, num_experts, -(-2 * size // tiles.up.rows))
+    up_kernel[grid](
+        x,
+        *up.pointers,
+        *place,
+        inner,
+        size,
+        hidden,
+        **_constants(tiles.up, x, up, num_chosen, is_few),
+        KIND=activation,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=tiles.up.warps,
+    )
+    grid, place = _places(blocks, ids, num_experts, -(-hidden // tiles.down.rows))
+    down_kernel[grid](
+        inner,
+        *down.pointers,
+        *place,
+        chosen.weights,
+        parts,
+        hidden,
+        size,
+        **_constants(tiles.down, inner, down, num_chosen, is_few),
+        FETCHED=2 * tiles.down.columns if pdl else 0,
+        LINE=128 // down.values.itemsize,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=tiles.down.warps,
+    )
+    sum_kernel[(num_tokens, -(-hidden // CHUNK))](
+        parts,
+        ids,
+        out,
+        hidden,
+        CHOSEN=num_chosen,
+        CHOICES=power_of_two(num_chosen),
+        CHUNK=CHUNK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+
+
+def _places(
+    blocks: Blocks | None, ids: Tensor, num_experts: int, num_tiles: int
+) -> tuple[tuple[int], tuple[Tensor | int, ...]]:
+    """Return (grid, arguments of `_place`) of a product. Without blocks, experts are all or pairs.
+
+    Then the programs of an expert are those of its first pair, if there are fewer pairs."""
+    if blocks is not None:
+        found = ids, blocks.table, blocks.pairs, len(ids), num_tiles, 0
+        return (len(blocks.table) * num_tiles,), found
+    found = ids, ids, ids, len(ids), num_tiles, int(num_experts < ids.numel())
+    return (min(num_experts, ids.numel()) * num_tiles,), found
+
+
+def _constants(
+    tile: Tile, x: Tensor, weight: Matrices, num_chosen: int, is_few: bool
+) -> dict[str, int | bool]:
+    """Return the constexpr arguments that the kernels of both products have."""
+    values = weight.values
+    step = tile.columns * (tile.tokens * x.itemsize + tile.rows * values.itemsize)
+    return {
+        "CHOSEN": num_chosen,
+        "CHOICES": power_of_two(num_chosen),
+        "FEW": is_few,
+        "TOKENS": tile.tokens,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "STAGES": max(1, min(tile.stages, shared_memory(x.device) // step)),
+        "EVEN": values.shape[2] % tile.columns == 0,
+        "SCALED": weight.scale is not None,
+    }

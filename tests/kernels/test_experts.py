@@ -1,0 +1,279 @@
+"""Layers of experts: the reference against a loop over tokens, Triton against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.combinations import pairwise
+from toolkit.kernels import reference
+
+NAN = float("nan")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # relative, in norm
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="session")
+def kernels(triton) -> ModuleType:
+    from toolkit.kernels.triton import experts
+
+    return experts
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    hidden: int
+    size: int
+    experts: int
+    chosen: int
+    activation: str = "silu"
+    dtype: torch.dtype = torch.float32
+    is_fp8: bool = False
+
+
+def random_ids(case: Case) -> Tensor:
+    """Return different experts for each token, with few of the last ones among them."""
+    rank = torch.rand(case.tokens, case.experts) + torch.linspace(0.5, 0, case.experts)
+    return rank.argsort(1, descending=True)[:, : case.chosen].int()
+
+
+def make(case: Case, device: torch.device, ids: Tensor | None = None) -> dict[str, object]:
+    """Return arguments of `experts`. Outputs of experts and their rows differ in size."""
+    torch.manual_seed(0)
+    ids = random_ids(case) if ids is None else ids
+    up = torch.randn(case.experts, 2 * case.size, case.hidden) / case.hidden**0.5
+    down = torch.randn(case.experts, case.hidden, case.size) / case.size**0.5
+    down *= torch.linspace(0.5, 2, case.experts)[:, None, None]
+    call = {
+        "x": torch.randn(case.tokens, case.hidden).to(case.dtype),
+        "ids": ids,
+        "weights": torch.rand(ids.shape) + 0.1,
+    }
+    if case.is_fp8:
+        for name, weight in (("up", up), ("down", down)):
+            weight *= torch.exp2(torch.linspace(-3, 3, weight.shape[1]))[:, None]
+            call[name], scale = reference.quantize_fp8(weight)
+            call[f"{name}_scale"] = scale[..., 0].contiguous()
+    else:
+        call |= {"up": up.to(case.dtype), "down": down.to(case.dtype)}
+    moved = {name: one.to(device) for name, one in call.items()}
+    return moved | {"activation": case.activation}
+
+
+def by_token(call: dict[str, object]) -> Tensor:
+    """Compute `experts` in fp64, one token and one of its experts after the other."""
+    up, down = (call[name].double() for name in ("up", "down"))
+    if "up_scale" in call:
+        up, down = up * call["up_scale"][..., None], down * call["down_scale"][..., None]
+    out = torch.zeros_like(call["x"], dtype=torch.float64)
+    for token, ids in enumerate(call["ids"].tolist()):
+        for choice, expert in enumerate(ids):
+            if expert >= 0:
+                gate, up_y = (up[expert] @ call["x"][token].double()).chunk(2)
+                inner = down[expert] @ (reference.ACTIVATIONS[call["activation"]](gate) * up_y)
+                out[token] += call["weights"][token, choice].double() * inner
+    return out
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    difference = (actual.double() - expected.double()).norm()
+    assert difference <= TOLERANCE[actual.dtype] * expected.double().norm()  # NaN fails too
+
+
+def check(kernels, call: dict[str, object], **options: object) -> None:
+    y = kernels.experts(**call, **options)
+    assert y.dtype == call["x"].dtype
+    assert_close(y, reference.experts(**call))
+
+
+def tiles(kernels, tokens: int, rows: int = 32, columns: int = 32) -> object:
+    tile = kernels.Tile(tokens, rows, columns, 2, 4)
+    return kernels.Tiles(tile, tile._replace(rows=64))
+
+
+# The reference
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_reference_equals_a_loop_over_tokens(is_fp8):
+    call = make(Case(7, 20, 12, 5, 2, "gelu_tanh", is_fp8=is_fp8), torch.device("cpu"))
+    call["ids"][3] = -1
+    call["ids"][4, 0] = -1
+    assert_close(reference.experts(**call), by_token(call))
+    assert not reference.experts(**call)[3].any()
+
+
+def test_reference_equals_a_plain_product_for_one_expert():
+    call = make(Case(5, 20, 12, 1, 1), torch.device("cpu"), torch.zeros(5, 1, dtype=torch.int32))
+    gate, up = F.linear(call["x"], call["up"][0]).chunk(2, dim=1)
+    expected = F.linear(F.silu(gate) * up, call["down"][0]) * call["weights"]
+    assert_close(reference.experts(**call), expected)
+
+
+# Triton: compiled if there is a GPU, else interpreted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "tokens", "is_fp8"),
+    pairwise(
+        DTYPES,
+        [(128, 64, 8, 2), (48, 80, 4, 3), (33, 19, 6, 1), (1, 1, 2, 2)],
+        [1, 2, 11, 33],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_sizes_and_types(kernels, device, dtype, sizes, tokens, is_fp8):
+    if device.type == "cuda" and is_fp8 and dtype == torch.float32:
+        pytest.skip("on a GPU, FP8 weights need 16-bit activations (toolkit.weights.fp8)")
+    check(kernels, make(Case(tokens, *sizes, dtype=dtype, is_fp8=is_fp8), device))
+
+
+@pytest.mark.parametrize("kind", ["gelu_tanh", "relu"])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_activations(kernels, device, tokens, kind):
+    check(kernels, make(Case(tokens, 32, 16, 4, 2, kind), device))
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("tokens", [8, 16, 64, 128])
+def test_wide_and_narrow_tiles(kernels, device, tokens, is_fp8):
+    """Blocks of one expert, several of them, and experts that are not full."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    call = make(Case(150, 48, 24, 3, 2, dtype=dtype, is_fp8=is_fp8), device)
+    check(kernels, call, tiles=tiles(kernels, tokens))
+
+
+@pytest.mark.parametrize("in_tile", [True, False])
+@pytest.mark.parametrize("experts", [3, 40])
+def test_few_tokens_with_and_without_blocks(kernels, device, experts, in_tile):
+    """In one tile, programs are for experts or, if those are more, for pairs."""
+    call = make(Case(9, 32, 16, experts, 3), device)
+    check(kernels, call, tiles=tiles(kernels, 16 if in_tile else 8))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 40, 70])
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_all_tokens_to_one_expert(kernels, device, which, tokens):
+    ids = torch.full((tokens, 1), 0 if which == "first" else 5, dtype=torch.int32)
+    check(kernels, make(Case(tokens, 32, 16, 6, 1), device, ids))
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_experts_without_tokens_are_not_read(kernels, device, tokens):
+    call = make(Case(tokens, 32, 16, 9, 2), device)
+    call["ids"] = call["ids"] % 2 * 3 + torch.tensor([1, 2], dtype=torch.int32, device=device)
+    expected = reference.experts(**call)
+    others = sorted(set(range(9)) - set(call["ids"].flatten().tolist()))
+    assert len(others) == 5
+    call["up"][others] = call["down"][others] = NAN
+    assert_close(kernels.experts(**call), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (6, 6), (6, 4), (40, 40), (40, 33)], ids=str)
+def test_padding_is_zero_and_does_not_spread(kernels, device, shape):
+    """Rows of padding may hold anything, and so may the weights of choices without an expert."""
+    tokens, padding = shape
+    call = make(Case(tokens, 32, 16, 4, 2), device)
+    call["ids"][tokens - padding :] = -1
+    call["ids"][0, 1] = -1
+    expected = reference.experts(**call)
+    for name in ("x", "weights"):
+        call[name][tokens - padding :] = NAN
+    call["weights"][0, 1] = NAN
+    y = kernels.experts(**call)
+    assert (y[tokens - padding :] == 0).all()
+    assert_close(y, expected)
+
+
+@pytest.mark.parametrize("tokens", [5, 50])
+def test_a_token_does_not_depend_on_its_place(kernels, device, tokens):
+    """Sums are in the order of choices, so the same tokens in another order have equal bits."""
+    call = make(Case(tokens, 64, 48, 6, 3, dtype=torch.bfloat16), device)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(device)
+    moved = {name: call[name][order].contiguous() for name in ("x", "ids", "weights")}
+    assert torch.equal(kernels.experts(**call | moved), kernels.experts(**call)[order])
+
+
+def test_no_tokens_have_no_results(kernels, device):
+    call = make(Case(0, 32, 16, 4, 2), device)
+    assert kernels.experts(**call).shape == (0, 32)
+
+
+@pytest.mark.parametrize("num_experts", [8, 60, 128])
+@pytest.mark.parametrize("chosen", [2, 4, 8])
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, itemsize):
+    """Warm-up compiles the kernels of one number of tokens per class."""
+    from toolkit.worker.graph_policy import MIXED_TOKENS
+
+    matmul_classes = {1, 8, 16, 32, 48, 64}
+    assert set(kernels.ROW_CLASSES) <= matmul_classes | set(MIXED_TOKENS)
+
+    def choice(n: int) -> tuple[object, bool]:
+        best = kernels.best_tiles(n, num_experts, chosen, itemsize)
+        return best, best.hold(n)
+
+    last = kernels.ROW_CLASSES[-1]
+    for n in range(2, last + 10):
+        most = next((one for one in kernels.ROW_CLASSES if one >= n), 4 * last)
+        assert choice(n) == choice(most), n
+
+
+def test_unsupported_inputs_are_errors(kernels):
+    call = make(Case(2, 16, 32, 4, 2), torch.device("cpu"))
+    fp8 = make(Case(2, 16, 32, 4, 2, is_fp8=True), torch.device("cpu"))
+    for change, message in (
+        ({"activation": "swish"}, "not one of"),
+        ({"x": call["x"].T.contiguous().T}, "contiguous"),
+        ({"up": call["up"][:, 1:].contiguous()}, "must be .num_experts"),
+        ({"ids": call["ids"].long()}, "must be int32"),
+        ({"ids": call["ids"][:1], "weights": call["weights"][:1]}, "ids of 1 tokens"),
+        ({"up": call["up"].bfloat16()}, "weights must be"),
+        ({"up": fp8["up"], "down": fp8["down"]}, "without scales"),
+        ({"up": fp8["up"], "up_scale": fp8["up_scale"]}, "both have scales"),
+        (fp8 | {"down_scale": fp8["down_scale"][:, 1:].contiguous()}, "one per row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.experts(**call | change)
+
+
+# Real sizes, compiled
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 17, 64, 256, 300, 1024, 3000])
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(0, 2048, 768, 128, 8),  # Qwen3-30B-A3B
+        Case(0, 4096, 14336, 8, 2),  # Mixtral 8x7B
+        Case(0, 2048, 1024, 64, 8),  # OLMoE
+        Case(0, 2880, 2880, 32, 4),  # gpt-oss-20b
+        Case(0, 2048, 1408, 64, 6),  # DeepSeek-V2-Lite
+    ],
+    ids=str,
+)
+def test_experts_of_real_sizes(kernels, device, case, is_fp8, tokens):
+    case = replace(case, tokens=tokens, dtype=torch.bfloat16)
+    with torch.device(device):
+        ids = random_ids(case)
+        call = make(case, device, ids)
+    call["weights"] /= case.chosen
+    if is_fp8:
+        for name in ("up", "down"):
+            call[name], scale = reference.quantize_fp8(call[name])
+            call[f"{name}_scale"] = scale[..., 0].contiguous()
+    for _ in range(2):  # the second call finds the counters as the first left them
+        check(kernels, call)
