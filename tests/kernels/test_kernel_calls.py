@@ -1,9 +1,11 @@
-"""The kernel calls that `tools.bench.kernels` times run. Other tests check their results."""
+"""The calls that `tools.bench.kernels` and `experts` time run. Other tests check their results."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from toolkit.kernels.reference import Routing
 
 pytest.importorskip("triton")
 
@@ -69,3 +71,43 @@ def test_attention_counts_pairs_and_keys_inside_the_window(calls, window, lens):
     keys = {(request, key) for request, _, key in pairs}
     assert case.flops == 2 * 2 * len(pairs) * 6 * 16
     assert case.kv_bytes == 2 * len(keys) * 2 * 16 * 2
+
+
+@pytest.fixture
+def expert_calls(triton, monkeypatch):
+    from tools.bench import experts
+
+    monkeypatch.setattr(experts, "COLD_BYTES", 0)
+    return experts
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_layers_of_experts_equal_the_librarys(expert_calls, device, tokens):
+    shape = expert_calls.Shape("", hidden=32, experts=6, chosen=2, size=16)
+    layers = [expert_calls.Weights.random(shape, False, device) for _ in range(2)]
+    calls, how = expert_calls.steps(shape, tokens, layers), Routing(2)
+    assert [step.weights for step in calls] == layers
+    for step in calls:
+        ours, library = expert_calls.ours(step, how), expert_calls.library(step, how)
+        assert (ours - library).float().norm() < 0.02 * library.float().norm()
+    touched = [len(step.logits.topk(2).indices.unique()) for step in calls]
+    assert expert_calls.num_touched(calls, how) == sum(touched) / 2
+
+
+def test_work_of_experts_is_counted(expert_calls):
+    shape = expert_calls.Shape("", hidden=32, experts=6, chosen=2, size=16)
+    assert shape.elements == 2 * 16 * 32 + 32 * 16
+    assert shape.flops(5) == 5 * 2 * 2 * shape.elements
+
+
+@pytest.mark.parametrize("tokens", [8, 64, 2048])
+def test_tiles_that_are_tried_differ(expert_calls, device, tokens):
+    shape = expert_calls.Shape("", hidden=32, experts=6, chosen=2, size=16)
+    tried = list(expert_calls.candidates(shape, tokens, 2))
+    assert len(set(tried)) == len(tried) > 5
+    assert all(tiles.up.tokens == tiles.down.tokens for tiles in tried)
+    step = expert_calls.steps(shape, 40, [expert_calls.Weights.random(shape, True, device)])[0]
+    expected = expert_calls.ours(step, Routing(2))
+    for tiles in tried[1:4]:
+        y = expert_calls.ours(step, Routing(2), tiles)
+        assert (y - expected).float().norm() < 0.02 * expected.float().norm()

@@ -1,0 +1,255 @@
+"""Time layers of experts on a GPU: `python -m tools.bench.experts [--fp8] [--tune] [--shapes X]`.
+
+Each line is a router and its experts, as a replay of a CUDA graph whose calls have other logits and
+rotate over layers, so that weights are not in the L2 cache. All experts are equally likely. The
+floor is the longer of two times: the bytes of the experts that were chosen at the bandwidth of a
+large copy, and the products' FLOPs at the rate of a large bf16 product. The last column is the same
+layer by PyTorch's grouped products of sorted rows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from triton.runtime.errors import OutOfResources
+
+from toolkit.kernels import reference
+from toolkit.kernels.reference import Routing
+from toolkit.kernels.triton import activation, ahead, experts, routing
+from toolkit.kernels.triton.experts import Tile, Tiles
+from tools.bench.kernels import achieved, copy_bandwidth, elapsed, matmul_rate
+
+DTYPE = torch.bfloat16
+COLD_BYTES = 2 << 30  # of experts to read before one is read again
+MAX_CALLS = 32
+THREADS = 16  # that compile
+TOKENS = (1, 8, 64, 256, 2048, 8192)
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer of experts."""
+
+    name: str
+    hidden: int
+    experts: int
+    chosen: int
+    size: int
+
+    @property
+    def elements(self) -> int:
+        """Weights of an expert."""
+        return 3 * self.hidden * self.size
+
+    def flops(self, num_tokens: int) -> int:
+        return 2 * num_tokens * self.chosen * self.elements
+
+
+SHAPES = (
+    Shape("Qwen3-30B-A3B", 2048, 128, 8, 768),
+    Shape("Mixtral-8x7B", 4096, 8, 2, 14336),
+    Shape("OLMoE-1B-7B", 2048, 64, 8, 1024),
+    Shape("Qwen2-57B-A14B", 3584, 64, 8, 2560),
+    Shape("gpt-oss-20b", 2880, 32, 4, 2880),
+)
+
+
+class Weights(NamedTuple):
+    """The weights of a layer: arguments of `experts`."""
+
+    up: Tensor
+    down: Tensor
+    activation: str = "silu"
+    up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+    @classmethod
+    def random(cls, shape: Shape, is_fp8: bool, device: torch.device) -> Weights:
+        make = partial(torch.randn, device=device, dtype=DTYPE)
+        up = make(shape.experts, 2 * shape.size, shape.hidden) / 64
+        down = make(shape.experts, shape.hidden, shape.size) / 64
+        if not is_fp8:
+            return cls(up, down)
+        scales = [torch.rand(one.shape[:2], device=device) / 64 for one in (up, down)]
+        return cls(up.to(reference.FP8), down.to(reference.FP8), "silu", *scales)
+
+
+class Step(NamedTuple):
+    """The input of one call."""
+
+    x: Tensor
+    logits: Tensor
+    weights: Weights
+
+
+def steps(shape: Shape, num_tokens: int, layers: list[Weights]) -> list[Step]:
+    """Return inputs of calls that read as many experts as COLD_BYTES, in turn of each layer."""
+    device, itemsize = layers[0].up.device, layers[0].up.itemsize
+    most = min(shape.experts, num_tokens * shape.chosen) * shape.elements * itemsize
+    count = min(MAX_CALLS, max(len(layers), COLD_BYTES // most))
+    x = torch.randn(num_tokens, shape.hidden, device=device, dtype=DTYPE)
+    make = partial(torch.randn, num_tokens, shape.experts, device=device, dtype=DTYPE)
+    return [Step(x, make(), layers[i % len(layers)]) for i in range(count)]
+
+
+def ours(step: Step, how: Routing, tiles: Tiles | None = None) -> Tensor:
+    ids, weights = routing.route(step.logits, how)
+    return experts.experts(step.x, ids, weights, **step.weights._asdict(), tiles=tiles)
+
+
+def library(step: Step, how: Routing) -> Tensor:
+    """Compute a layer by PyTorch: products of rows sorted by expert."""
+    x, weights = step.x, step.weights
+    scores = step.logits.float().softmax(-1)
+    shares, ids = scores.topk(how.num_chosen, dim=-1)
+    pairs = ids.flatten().argsort(stable=True)
+    one = torch.arange(step.logits.shape[1], device=x.device)
+    ends = (ids.flatten()[:, None] <= one).sum(0, dtype=torch.int32)
+    rows = x[pairs // how.num_chosen]
+    gate_up = functional.grouped_mm(rows, weights.up.transpose(1, 2), offs=ends)
+    gate, up = gate_up.chunk(2, dim=-1)
+    inner = (
+        activation.gated_activation(gate_up, "silu") if x.is_cuda else functional.silu(gate) * up
+    )
+    parts = functional.grouped_mm(inner, weights.down.transpose(1, 2), offs=ends)
+    placed = torch.empty_like(parts)
+    placed[pairs] = parts
+    return (placed.view(len(x), -1, x.shape[1]) * shares[..., None].to(x.dtype)).sum(1)
+
+
+def num_touched(calls: list[Step], how: Routing) -> float:
+    """Return the mean number of experts that a call reads."""
+    numbers = [
+        int(reference.route(step.logits, how)[0].flatten().bincount().count_nonzero())
+        for step in calls
+    ]
+    return sum(numbers) / len(numbers)
+
+
+def candidates(shape: Shape, num_tokens: int, itemsize: int) -> Iterator[Tiles]:
+    """Yield the best tiles, then others for each product, with those of the other product."""
+    best = experts.best_tiles(num_tokens, shape.experts, shape.chosen, itemsize)
+    yield best
+    few = best.up.tokens <= 32
+    tried = [
+        Tile(best.up.tokens, rows, columns, stages, warps)
+        for rows, columns, stages, warps in (
+            ((32, 128, 5, 2), (64, 64, 6, 4), (64, 128, 3, 4), (64, 256, 3, 4), (128, 64, 4, 4))
+            if few
+            else ((128, 64, 3, 4), (128, 64, 4, 8), (256, 64, 3, 8), (256, 64, 4, 8))
+        )
+    ]
+    for tile in tried:
+        if tile != best.up:
+            yield best._replace(up=tile)
+            yield best._replace(down=tile)
+    if num_tokens > experts.FEW_TOKENS:  # other blocks
+        for tokens in (best.up.tokens // 2, best.up.tokens * 2):
+            if 16 <= tokens <= 128:
+                rows = 64 if tokens <= 32 else 128
+                tile = Tile(tokens, rows, 8192 // rows, 4, 4 if tokens <= 64 else 8)
+                yield Tiles(tile, tile)
+
+
+def seconds(run: Callable[[Step], Tensor], calls: list[Step]) -> float:
+    """Return the seconds of a call, from a graph of all."""
+    run(calls[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for step in calls:
+            run(step)
+    return elapsed(graph.replay, 2) / len(calls)
+
+
+def try_seconds(run: Callable[[Step], Tensor], calls: list[Step]) -> float | None:
+    """Return `seconds`, or None if the GPU or the library cannot run it."""
+    try:
+        return seconds(run, calls)
+    except (OutOfResources, RuntimeError) as error:
+        print(f"  {type(error).__name__}: {str(error).splitlines()[0]}")
+        return None
+
+
+def compile_all(shape: Shape, layer: Weights, how: Routing, tune: bool) -> None:
+    """Compile the kernels of all calls, on many threads."""
+    with ahead.compiled_side_by_side(THREADS):
+        for num_tokens in TOKENS:
+            step = steps(shape, num_tokens, [layer])[0]
+            most = None if tune else 1
+            tried = islice(candidates(shape, num_tokens, layer.up.itemsize), most)
+            for tiles in [None, *tried]:
+                ours(step, how, tiles)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time layers of experts on this GPU.")
+    parser.add_argument("--fp8", action="store_true", help="weights in FP8")
+    parser.add_argument("--tune", action="store_true", help="print the three best of some tiles")
+    parser.add_argument("--shapes", default="", help="only those whose name has this in it")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    print(
+        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, "
+        f"bf16 {rate / 1e12:.0f} TFLOP/s"
+    )
+    for shape in SHAPES:
+        if arguments.shapes not in shape.name:
+            continue
+        how = Routing(shape.chosen)
+        layer = shape.experts * shape.elements * (1 if arguments.fp8 else 2)
+        layers = [
+            Weights.random(shape, arguments.fp8, device)
+            for _ in range(max(2, -(-COLD_BYTES // layer)))
+        ]
+        compile_all(shape, layers[0], how, arguments.tune)
+        for num_tokens in TOKENS:
+            calls = steps(shape, num_tokens, layers)
+            print_row(shape, num_tokens, calls, how, bandwidth, rate)
+            if arguments.tune and num_tokens > 1:
+                print_tiles(shape, num_tokens, calls, how)
+        del layers, calls
+        torch.cuda.empty_cache()
+
+
+def print_row(
+    shape: Shape, num_tokens: int, calls: list[Step], how: Routing, bandwidth: float, rate: float
+) -> None:
+    touched, flops = num_touched(calls, how), shape.flops(num_tokens)
+    num_bytes = touched * shape.elements * calls[0].weights.up.itemsize
+    taken = seconds(partial(ours, how=how), calls)
+    floor = max(num_bytes / bandwidth, flops / rate)
+    share = (
+        achieved(num_bytes / taken, bandwidth, "TB/s")
+        if num_bytes / bandwidth > flops / rate
+        else achieved(flops / taken, rate, "TFLOP/s")
+    )
+    line = f"{shape.name:16s}{num_tokens:6d} tokens {touched:6.1f} experts {taken * 1e6:9.1f} us "
+    line += f"{share}  floor {floor * 1e6:9.1f} us"
+    if calls[0].weights.up_scale is None:
+        other = try_seconds(partial(library, how=how), calls)
+        line += "  PyTorch" + (" -" if other is None else f" {other * 1e6:9.1f} us")
+    print(line, flush=True)
+
+
+def print_tiles(shape: Shape, num_tokens: int, calls: list[Step], how: Routing) -> None:
+    """Print the best tiles of up alone and of down alone, and of other blocks."""
+    times = {}
+    for tiles in candidates(shape, num_tokens, calls[0].weights.up.itemsize):
+        taken = try_seconds(partial(ours, how=how, tiles=tiles), calls)
+        if taken is not None:
+            times[tiles] = taken
+    for tiles in sorted(times, key=times.__getitem__)[:3]:
+        up, down = (tuple(tile) for tile in tiles)
+        print(f"{'':16s}{times[tiles] * 1e6:9.1f} us  up {up} down {down}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
