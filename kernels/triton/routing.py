@@ -49,7 +49,7 @@ def route(
         logits if slots is None else slots,
         ids,
         weights,
-        routing.scale,
+        float(routing.scale),  # integers would be compiled for their value
         CHOSEN=routing.num_chosen,
         CHOSEN_PAD=power_of_two(routing.num_chosen),
         GROUPS=routing.num_groups,
@@ -251,6 +251,7 @@ def _arrange_kernel(
         one = tl.arange(0, EXPERTS)
         exists = one < num_experts
         count = tl.load(count_ptr + one, mask=exists, other=0, cache_modifier=".cg")
+        tl.debug_barrier()  # several threads have read a count before one of them zeroes it
         tl.store(count_ptr + one, 0, mask=one <= num_experts)
         tl.store(count_ptr + num_experts, 0)
         blocks = tl.cdiv(count, size)
