@@ -216,15 +216,17 @@ def _product(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     SCALED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     FEW: tl.constexpr,
 ):
     """Multiply rows of x by rows of the weight: fp32 `[tokens, rows]`.
 
     The first operand of the tensor cores is the weight if there are few tokens, since they take 64
-    rows of it at a time, and for FP8, since they take it from the registers that convert it."""
+    rows of it at a time, and where it is converted, since they take that operand from registers."""
     TOKENS: tl.constexpr = live.shape[0]
     ROWS: tl.constexpr = rows.shape[0]
-    WEIGHT_FIRST: tl.constexpr = SCALED or TOKENS < 64
+    CONVERTED: tl.constexpr = SCALED and not QUANTIZED
+    WEIGHT_FIRST: tl.constexpr = CONVERTED or TOKENS < 64
     column = tl.arange(0, COLUMNS)[None, :]
     if WEIGHT_FIRST:
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -241,7 +243,7 @@ def _product(
             weight = tl.load(rows[:, None] + at, mask=inside, other=0.0)
         in_x = live[:, None] if EVEN else live[:, None] & inside
         x = tl.load(x_rows[:, None] + at, mask=in_x, other=0.0)
-        if SCALED:
+        if CONVERTED:
             weight = like(weight, x.dtype)
         if WEIGHT_FIRST:
             acc = dot(weight, x, acc)
@@ -255,6 +257,7 @@ def _product(
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles", "by_expert"])
 def up_kernel(
     x_ptr,
+    x_scale_ptr,
     weight_ptr,
     scale_ptr,
     id_ptr,
@@ -275,6 +278,7 @@ def up_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     SCALED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -299,21 +303,24 @@ def up_kernel(
     lane = tl.arange(0, ROWS)
     row = tl.minimum(tile * OUTPUTS + lane // 16 * 8 + lane % 8, size - 1) + lane // 8 % 2 * size
     row += expert * (2 * size)
-    x_rows = x_ptr + pair // CHOSEN * in_features
+    token = pair // CHOSEN
     acc = _product(
         weight_ptr + row * in_features,
-        x_rows,
+        x_ptr + token * in_features,
         live,
         in_features,
         COLUMNS,
         STAGES,
         EVEN,
         SCALED,
+        QUANTIZED,
         FEW,
     )
     release(PDL)
     if SCALED:
         acc *= tl.load(scale_ptr + row)[None, :]
+    if QUANTIZED:
+        acc *= tl.load(x_scale_ptr + token, mask=live, other=0.0)[:, None]
     pairs = tl.permute(tl.reshape(acc, [TOKENS, ROWS // 16, 2, 8]), [0, 1, 3, 2])
     gate, up = tl.split(pairs)
     y = tl.reshape(apply(gate, KIND) * up, [TOKENS, OUTPUTS])
@@ -326,6 +333,7 @@ def up_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles", "by_expert"])
 def down_kernel(
     x_ptr,
+    x_scale_ptr,
     weight_ptr,
     scale_ptr,
     id_ptr,
@@ -347,6 +355,7 @@ def down_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     SCALED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     FETCHED: tl.constexpr,
     LINE: tl.constexpr,
     PDL: tl.constexpr,
@@ -375,11 +384,22 @@ def down_kernel(
     if not is_used:
         return
     acc = _product(
-        rows, x_ptr + pair * in_features, live, in_features, COLUMNS, STAGES, EVEN, SCALED, FEW
+        rows,
+        x_ptr + pair * in_features,
+        live,
+        in_features,
+        COLUMNS,
+        STAGES,
+        EVEN,
+        SCALED,
+        QUANTIZED,
+        FEW,
     )
     release(PDL)
     if SCALED:
         acc *= tl.load(scale_ptr + row)[None, :]
+    if QUANTIZED:
+        share *= tl.load(x_scale_ptr + pair, mask=live, other=0.0)
     acc *= share[:, None]
     out_row = tile * ROWS + tl.arange(0, ROWS)
     stored = live[:, None] & (out_row < size)[None, :]

@@ -6,6 +6,9 @@ tokens that chose it. For more, `routing.arrange` lists blocks of tokens of one 
 device; programs past the last block return. Results do not depend on the order of programs: each
 product of a token and an expert is stored, and a token's are summed in the order of its choices.
 
+FP8 weights are converted in registers, and x stays in 16 bits, up to blocks of which reading the
+weights takes the time. For larger ones x is quantized too, as in `products.fp8_product`.
+
 A pair is a token and one of its experts: `token * num_chosen + choice`. Rows of the gated product
 and of the one after it are in the order of pairs."""
 
@@ -18,12 +21,13 @@ from torch import Tensor
 
 from .activation import check_kind
 from .expert_kernels import down_kernel, sum_kernel, up_kernel, vector_down_kernel, vector_up_kernel
-from .fp8 import FP8
+from .fp8 import FP8, quantize
 from .matmul import shared_memory
 from .pdl import supported
 from .routing import Blocks, arrange, power_of_two
 
 FEW_TOKENS = 16  # tokens up to which they are one tile, without blocks
+FEW_PAIRS = 32  # pairs of a block up to which it is bound by reading the weights
 ROW_CLASSES = (1, 8, FEW_TOKENS, 64, 256, 512, 1024, 2048, 4096)
 """The most tokens for which each kernel is chosen. Warm-up has steps of as many."""
 VECTOR = 2048  # elements of a row that a program of one token multiplies at a time
@@ -46,16 +50,21 @@ class Tiles(NamedTuple):
     up: Tile
     down: Tile
 
+    @property
+    def quantize(self) -> bool:
+        """True if x becomes FP8 where the weights are."""
+        return self.up.tokens > FEW_PAIRS
+
     def hold(self, num_tokens: int) -> bool:
         """Return True if all tokens are in one tile, without blocks."""
         return num_tokens <= min(self.up.tokens, FEW_TOKENS)
 
 
-class Matrices(NamedTuple):
-    """A weight of each expert."""
+class Rows(NamedTuple):
+    """Rows of a weight or of x. The scale of FP8 is fp32, one per row."""
 
-    values: Tensor  # [num_experts, rows, columns]
-    scale: Tensor | None  # of FP8: fp32 [num_experts, rows]
+    values: Tensor
+    scale: Tensor | None = None
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor]:
@@ -89,10 +98,10 @@ def experts(
     per row. Sums are in fp32. A token without experts gets 0. Returns `[num_tokens, hidden]`.
 
     Raises ValueError for other shapes and types, and an unknown activation."""
-    _check(x, Chosen(ids, weights), Matrices(up, up_scale), Matrices(down, down_scale))
+    _check(x, Chosen(ids, weights), Rows(up, up_scale), Rows(down, down_scale))
     check_kind(activation)
     chosen = Chosen(ids, weights)
-    both = Matrices(up, up_scale), Matrices(down, down_scale)
+    both = Rows(up, up_scale), Rows(down, down_scale)
     out = torch.empty_like(x)
     if len(x) == 1 and tiles is None and uses_vector(up, down):
         _run_vector(x, chosen, *both, activation, out)
@@ -117,16 +126,14 @@ def best_tiles(num_tokens: int, num_experts: int, num_chosen: int, itemsize: int
         return Tiles(tile, tile)
     most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
     tokens = min(128, max(16, power_of_two(2 * most * num_chosen // num_experts)))
-    if tokens <= 32:
+    if tokens <= FEW_PAIRS:
         tile = Tile(tokens, 64, 128, 4, 4)
-    elif tokens == 64 or itemsize == 1:
-        tile = Tile(tokens, 128, 64, 4, tokens // 16)
     else:
-        tile = Tile(tokens, 256, 64, 4, 8)
+        tile = Tile(tokens, 2 * tokens, 128 // itemsize, 4, tokens // 16)
     return Tiles(tile, tile)
 
 
-def _check(x: Tensor, chosen: Chosen, up: Matrices, down: Matrices) -> None:
+def _check(x: Tensor, chosen: Chosen, up: Rows, down: Rows) -> None:
     num_tokens, hidden = x.shape
     num_experts, _, size = down.values.shape
     if not all(one.is_contiguous() for one in (x, *chosen, *up.pointers, *down.pointers)):
@@ -157,7 +164,7 @@ def _check(x: Tensor, chosen: Chosen, up: Matrices, down: Matrices) -> None:
 
 
 def _run_vector(
-    x: Tensor, chosen: Chosen, up: Matrices, down: Matrices, activation: str, out: Tensor
+    x: Tensor, chosen: Chosen, up: Rows, down: Rows, activation: str, out: Tensor
 ) -> None:
     """Compute `experts` of one token, whose down products are summed in registers."""
     num_chosen, (hidden, size) = chosen.ids.shape[1], down.values.shape[1:]
@@ -202,8 +209,8 @@ def _run_vector(
 def _run_tiles(
     x: Tensor,
     chosen: Chosen,
-    up: Matrices,
-    down: Matrices,
+    up: Rows,
+    down: Rows,
     activation: str,
     out: Tensor,
     tiles: Tiles,
@@ -212,34 +219,37 @@ def _run_tiles(
     ids = chosen.ids
     (num_tokens, num_chosen), (num_experts, hidden, size) = ids.shape, down.values.shape
     is_few = tiles.hold(num_tokens)
+    is_quantized = up.scale is not None and tiles.quantize
     blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)
     inner = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     pdl = supported(x.device)
     grid, place = _places(blocks, ids, num_experts, -(-2 * size // tiles.up.rows))
+    rows = Rows(*quantize(x)) if is_quantized else Rows(x)
     up_kernel[grid](
-        x,
+        *rows.pointers,
         *up.pointers,
         *place,
         inner,
         size,
         hidden,
-        **_constants(tiles.up, x, up, num_chosen, is_few),
+        **_constants(tiles.up, rows, up, num_chosen, is_few),
         KIND=activation,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=tiles.up.warps,
     )
     grid, place = _places(blocks, ids, num_experts, -(-hidden // tiles.down.rows))
+    rows = Rows(*quantize(inner)) if is_quantized else Rows(inner)
     down_kernel[grid](
-        inner,
+        *rows.pointers,
         *down.pointers,
         *place,
         chosen.weights,
         parts,
         hidden,
         size,
-        **_constants(tiles.down, inner, down, num_chosen, is_few),
+        **_constants(tiles.down, rows, down, num_chosen, is_few),
         FETCHED=2 * tiles.down.columns if pdl else 0,
         LINE=128 // down.values.itemsize,
         PDL=pdl,
@@ -274,11 +284,11 @@ def _places(
 
 
 def _constants(
-    tile: Tile, x: Tensor, weight: Matrices, num_chosen: int, is_few: bool
+    tile: Tile, x: Rows, weight: Rows, num_chosen: int, is_few: bool
 ) -> dict[str, int | bool]:
     """Return the constexpr arguments that the kernels of both products have."""
     values = weight.values
-    step = tile.columns * (tile.tokens * x.itemsize + tile.rows * values.itemsize)
+    step = tile.columns * (tile.tokens * x.values.itemsize + tile.rows * values.itemsize)
     return {
         "CHOSEN": num_chosen,
         "CHOICES": power_of_two(num_chosen),
@@ -286,7 +296,8 @@ def _constants(
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
-        "STAGES": max(1, min(tile.stages, shared_memory(x.device) // step)),
+        "STAGES": max(1, min(tile.stages, shared_memory(values.device) // step)),
         "EVEN": values.shape[2] % tile.columns == 0,
         "SCALED": weight.scale is not None,
+        "QUANTIZED": x.scale is not None,
     }

@@ -47,7 +47,7 @@ class Early(NamedTuple):
     constant: tuple[str, ...] = ()  # written while no step runs: weights, adapters, tables
     step: tuple[str, ...] = ()  # inputs of the step: written at least three kernels earlier
     recent: tuple[str, ...] = ()
-    """Written two kernels earlier. The kernel ahead, of the same file, releases after `wait`."""
+    """Written two kernels earlier or before. The kernel ahead releases after its own `wait`."""
     fetched: tuple[str, ...] = ()
     """Only prefetched into the L2 cache, which always has the newest data: of any age."""
     with_adapters: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from toolkit.kernels.triton import expert_kernels, fp8, linear, routing
+from toolkit.kernels.triton import expert_kernels, experts, fp8, linear, routing
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
@@ -252,27 +252,24 @@ def compile_experts() -> None:
     up, down = {"KIND": "silu"}, {"FETCHED": 256, "LINE": 64}
     for scaled in (False, True):
         kind = ", FP8" if scaled else ""
-        weights = types | ({"weight_ptr": "*fp8e4nv"} if scaled else {})
+        weights = types | ({"weight_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32"} if scaled else {})
         one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "PDL": True}
-        constants = one | up | {"COLUMNS": 2048}
-        compile_kernel(
-            f"one token, up{kind}", expert_kernels.vector_up_kernel, weights, constants, 4, 3
-        )
-        constants = one | chosen | {"COLUMNS": 256}
-        compile_kernel(
-            f"one token, down{kind}", expert_kernels.vector_down_kernel, weights, constants, 4, 3
-        )
-        for tile in ((8, 64, 128, 4, 4), (32, 64, 128, 4, 4), (128, 128 * (2 - scaled), 64, 4, 8)):
-            tokens, rows, columns, stages, warps = tile
-            shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": stages}
-            constants = shape | chosen | {"FEW": tokens == 8, "EVEN": True, "SCALED": scaled}
-            name = f"{tokens} pairs of an expert{kind}"
-            compile_kernel(
-                f"{name}, up", expert_kernels.up_kernel, weights, constants | up, warps, 3
-            )
-            compile_kernel(
-                f"{name}, down", expert_kernels.down_kernel, weights, constants | down, warps, 3
-            )
+        for name, kernel, rest in (
+            ("up", expert_kernels.vector_up_kernel, up | {"COLUMNS": 2048}),
+            ("down", expert_kernels.vector_down_kernel, chosen | {"COLUMNS": 256}),
+        ):
+            compile_kernel(f"one token, {name}{kind}", kernel, weights, one | rest, 4, 3)
+        for tokens, rows, columns, warps in ((8, 64, 128, 4), (32, 64, 128, 4), (128, 256, 64, 8)):
+            quantized = scaled and tokens > experts.FEW_PAIRS
+            shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns << quantized, "STAGES": 4}
+            shape |= {"FEW": tokens == 8, "EVEN": True, "SCALED": scaled, "QUANTIZED": quantized}
+            given = weights | ({"x_ptr": "*fp8e4nv"} if quantized else {})
+            for name, kernel, rest in (
+                ("up", expert_kernels.up_kernel, up),
+                ("down", expert_kernels.down_kernel, down),
+            ):
+                title = f"{tokens} pairs of an expert, {name}{kind}"
+                compile_kernel(title, kernel, given, chosen | shape | rest, warps, 3)
     constants = chosen | {"CHUNK": 1024}
     compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
 

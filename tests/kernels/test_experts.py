@@ -16,6 +16,7 @@ from toolkit.kernels import reference
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # relative, in norm
+QUANTIZED_TOLERANCE = 0.06  # e4m3 has three digits after the leading one
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -68,31 +69,45 @@ def make(case: Case, device: torch.device, ids: Tensor | None = None) -> dict[st
     return moved | {"activation": case.activation}
 
 
-def by_token(call: dict[str, object]) -> Tensor:
-    """Compute `experts` in fp64, one token and one of its experts after the other."""
+def rounded(row: Tensor) -> Tensor:
+    """Return a row as FP8 holds it, in fp64."""
+    values, scale = reference.quantize_fp8(row[None])
+    return (values.double() * scale.double())[0]
+
+
+def by_token(call: dict[str, object], is_quantized: bool = False) -> Tensor:
+    """Compute `experts` in fp64, one token and one of its experts after the other.
+
+    is_quantized: with rows of x in FP8."""
     up, down = (call[name].double() for name in ("up", "down"))
     if "up_scale" in call:
         up, down = up * call["up_scale"][..., None], down * call["down_scale"][..., None]
     out = torch.zeros_like(call["x"], dtype=torch.float64)
     for token, ids in enumerate(call["ids"].tolist()):
+        x = call["x"][token].double()
         for choice, expert in enumerate(ids):
             if expert >= 0:
-                gate, up_y = (up[expert] @ call["x"][token].double()).chunk(2)
-                inner = down[expert] @ (reference.ACTIVATIONS[call["activation"]](gate) * up_y)
-                out[token] += call["weights"][token, choice].double() * inner
+                gate, up_y = (up[expert] @ (rounded(x) if is_quantized else x)).chunk(2)
+                inner = reference.ACTIVATIONS[call["activation"]](gate) * up_y
+                part = down[expert] @ (rounded(inner) if is_quantized else inner)
+                out[token] += call["weights"][token, choice].double() * part
     return out
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
     assert actual.shape == expected.shape
     difference = (actual.double() - expected.double()).norm()
-    assert difference <= TOLERANCE[actual.dtype] * expected.double().norm()  # NaN fails too
+    limit = tolerance or TOLERANCE[actual.dtype]
+    assert difference <= limit * expected.double().norm()  # NaN fails too
 
 
-def check(kernels, call: dict[str, object], **options: object) -> None:
-    y = kernels.experts(**call, **options)
+def check(kernels, call: dict[str, object], tiles: object = None) -> None:
+    y = kernels.experts(**call, tiles=tiles)
     assert y.dtype == call["x"].dtype
-    assert_close(y, reference.experts(**call))
+    num_tokens, chosen = call["ids"].shape
+    used = tiles or kernels.best_tiles(num_tokens, len(call["up"]), chosen, call["up"].itemsize)
+    is_quantized = call["up"].dtype == reference.FP8 and used.quantize
+    assert_close(y, reference.experts(**call), QUANTIZED_TOLERANCE if is_quantized else None)
 
 
 def tiles(kernels, tokens: int, rows: int = 32, columns: int = 32) -> object:
@@ -151,6 +166,16 @@ def test_wide_and_narrow_tiles(kernels, device, tokens, is_fp8):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     call = make(Case(150, 48, 24, 3, 2, dtype=dtype, is_fp8=is_fp8), device)
     check(kernels, call, tiles=tiles(kernels, tokens))
+
+
+@pytest.mark.parametrize("tokens", [64, 128])
+def test_large_blocks_of_fp8_weights_quantize_x(kernels, device, tokens):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    call = make(Case(80, 48, 24, 3, 2, dtype=dtype, is_fp8=True), device)
+    call["x"] *= torch.exp2(torch.arange(80, device=device) % 5)[:, None].to(dtype)
+    y = kernels.experts(**call, tiles=tiles(kernels, tokens))
+    assert_close(y, by_token(call, is_quantized=True), 0.01)
+    assert (y - reference.experts(**call)).norm() > 0.015 * y.norm()
 
 
 @pytest.mark.parametrize("in_tile", [True, False])

@@ -135,24 +135,23 @@ def candidates(shape: Shape, num_tokens: int, itemsize: int) -> Iterator[Tiles]:
     """Yield the best tiles, then others for each product, with those of the other product."""
     best = experts.best_tiles(num_tokens, shape.experts, shape.chosen, itemsize)
     yield best
-    few = best.up.tokens <= 32
-    tried = [
-        Tile(best.up.tokens, rows, columns, stages, warps)
-        for rows, columns, stages, warps in (
-            ((32, 128, 5, 2), (64, 64, 6, 4), (64, 128, 3, 4), (64, 256, 3, 4), (128, 64, 4, 4))
-            if few
-            else ((128, 64, 3, 4), (128, 64, 4, 8), (256, 64, 3, 8), (256, 64, 4, 8))
-        )
-    ]
-    for tile in tried:
+    wide = 128 // itemsize
+    shapes = (
+        ((32, 128, 5, 2), (64, 64, 6, 4), (64, 128, 3, 4), (64, 256, 3, 4), (128, 64, 4, 4))
+        if best.up.tokens <= experts.FEW_PAIRS
+        else ((128, wide, 3, 4), (128, wide, 4, 8), (256, wide, 3, 8), (256, wide, 4, 8))
+    )
+    for rows, columns, stages, warps in shapes:
+        tile = Tile(best.up.tokens, rows, columns, stages, warps)
         if tile != best.up:
             yield best._replace(up=tile)
             yield best._replace(down=tile)
     if num_tokens > experts.FEW_TOKENS:  # other blocks
         for tokens in (best.up.tokens // 2, best.up.tokens * 2):
             if 16 <= tokens <= 128:
-                rows = 64 if tokens <= 32 else 128
-                tile = Tile(tokens, rows, 8192 // rows, 4, 4 if tokens <= 64 else 8)
+                is_few = tokens <= experts.FEW_PAIRS
+                rows, columns = (64, 128) if is_few else (2 * tokens, wide)
+                tile = Tile(tokens, rows, columns, 4, max(4, tokens // 16))
                 yield Tiles(tile, tile)
 
 
