@@ -22,6 +22,7 @@ MAX_CHOSEN = 16
 SCORES = ("softmax", "sigmoid")
 LEAST = tl.constexpr(-1e30)  # rank of an expert whose score is NaN: below all others
 MIN_SUM = tl.constexpr(1e-20)  # added to the sum of the chosen scores, so that it can divide
+TAKEN = tl.constexpr(-(2**31))  # key of an expert that is chosen already
 FIELDS = tl.constexpr(4)  # of an entry of `Blocks.table`
 PAIRS = 1024  # of a program that arranges them
 
@@ -180,18 +181,19 @@ def _route_kernel(
     rank = tl.where(exists, rank, -float("inf"))
     if CHOSEN_GROUPS < GROUPS:
         rank = _in_best_groups(rank, group, member, CHOSEN_GROUPS, BIASED)
-    rank = tl.reshape(rank, [GROUPS_PAD * SIZE_PAD])
-    scores = tl.reshape(scores, [GROUPS_PAD * SIZE_PAD])
+    key = _ordered(tl.reshape(rank, [GROUPS_PAD * SIZE_PAD]))
+    bits = tl.reshape(scores, [GROUPS_PAD * SIZE_PAD]).to(tl.int32, bitcast=True)
     place = tl.arange(0, GROUPS_PAD * SIZE_PAD)
     lane = tl.arange(0, CHOSEN_PAD)
     ids = tl.full([CHOSEN_PAD], -1, tl.int32)
-    weights = tl.zeros([CHOSEN_PAD], tl.float32)
+    chosen = tl.zeros([CHOSEN_PAD], tl.int32)
     for choice in tl.static_range(CHOSEN):
-        _, best = tl.max(rank, 0, return_indices=True)  # the first of equal ones
-        weight = tl.sum(tl.where(place == best, scores, 0.0), 0)
-        rank = tl.where(place == best, -float("inf"), rank)
+        best = tl.min(tl.where(key == tl.max(key, 0), place, GROUPS_PAD * SIZE_PAD), 0)
+        score = tl.max(tl.where(place == best, bits, 0), 0)  # scores are not negative
+        key = tl.where(place == best, TAKEN, key)
         ids = tl.where(lane == choice, best // SIZE_PAD * SIZE + best % SIZE_PAD, ids)
-        weights = tl.where(lane == choice, weight, weights)
+        chosen = tl.where(lane == choice, score, chosen)
+    weights = chosen.to(tl.float32, bitcast=True)
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + MIN_SUM
     weights *= scale
@@ -201,6 +203,13 @@ def _route_kernel(
         weights = tl.where(is_token, weights, 0.0)
     tl.store(id_ptr + token * CHOSEN + lane, ids, mask=lane < CHOSEN)
     tl.store(weight_ptr + token * CHOSEN + lane, weights, mask=lane < CHOSEN)
+
+
+@triton.jit
+def _ordered(x):
+    """Return int32 in the order of fp32 x. GPUs reduce integers of a warp by one instruction."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
