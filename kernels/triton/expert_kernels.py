@@ -137,6 +137,7 @@ def vector_down_kernel(
     PDL: tl.constexpr,
 ):
     """Compute ROWS outputs of the token, of all its experts at once."""
+    release(PDL)
     choice = tl.arange(0, CHOICES)
     expert = tl.load(id_ptr + choice, mask=choice < CHOSEN, other=-1).to(tl.int64)
     share = tl.load(share_ptr + choice, mask=expert >= 0, other=0.0)
@@ -148,7 +149,6 @@ def vector_down_kernel(
     if SCALED:
         scale = tl.load(scale_ptr + row)
     wait(PDL)
-    release(PDL)
     x_rows = x_ptr + (choice * in_features)[None, :, None]
     sums = _row_sums(first, rows, x_rows, live, in_features, COLUMNS, SCALED)
     if SCALED:
@@ -361,6 +361,8 @@ def down_kernel(
     PDL: tl.constexpr,
 ):
     """Compute a tile of what pairs of one expert add to their tokens."""
+    if FEW:  # the sum has few programs
+        release(PDL)
     expert, tile, pair, live = _place(
         id_ptr,
         table_ptr,
@@ -395,7 +397,8 @@ def down_kernel(
         QUANTIZED,
         FEW,
     )
-    release(PDL)
+    if not FEW:
+        release(PDL)
     if SCALED:
         acc *= tl.load(scale_ptr + row)[None, :]
     if QUANTIZED:

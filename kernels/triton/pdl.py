@@ -45,7 +45,7 @@ class Early(NamedTuple):
     """Parameters of a kernel that point to what it reads before its `wait`."""
 
     constant: tuple[str, ...] = ()  # written while no step runs: weights, adapters, tables
-    step: tuple[str, ...] = ()  # inputs of the step: written at least three kernels earlier
+    step: tuple[str, ...] = ()  # written at least three kernels earlier, as inputs of the step are
     recent: tuple[str, ...] = ()
     """Written two kernels earlier or before. The kernel ahead releases after its own `wait`."""
     fetched: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ EARLY = {
     "expert_kernels.down_kernel": Early(
         recent=("id_ptr", "table_ptr", "pair_ptr", "share_ptr"), fetched=("weight_ptr",)
     ),
-    "expert_kernels.sum_kernel": Early(recent=("id_ptr",)),
+    "expert_kernels.sum_kernel": Early(step=("id_ptr",)),
     "expert_kernels.up_kernel": Early(),
     "expert_kernels.vector_down_kernel": Early(
         constant=("weight_ptr", "scale_ptr"), recent=("id_ptr", "share_ptr")
