@@ -6,8 +6,8 @@ tokens that chose it. For more, `routing.arrange` lists blocks of tokens of one 
 device; programs past the last block return. Results do not depend on the order of programs: each
 product of a token and an expert is stored, and a token's are summed in the order of its choices.
 
-FP8 weights are converted in registers, and x stays in 16 bits, up to blocks of which reading the
-weights takes the time. For larger ones x is quantized too, as in `products.fp8_product`.
+FP8 weights are converted in registers and x stays in 16 bits, unless blocks are large: then x is
+quantized too, as in `products.fp8_product`.
 
 A pair is a token and one of its experts: `token * num_chosen + choice`. Rows of the gated product
 and of the one after it are in the order of pairs."""
@@ -51,8 +51,8 @@ class Tiles(NamedTuple):
     down: Tile
 
     @property
-    def quantize(self) -> bool:
-        """True if x becomes FP8 where the weights are."""
+    def quantizes_x(self) -> bool:
+        """True if x is quantized, where the weights are FP8."""
         return self.up.tokens > FEW_PAIRS
 
     def hold(self, num_tokens: int) -> bool:
@@ -98,10 +98,9 @@ def experts(
     per row. Sums are in fp32. A token without experts gets 0. Returns `[num_tokens, hidden]`.
 
     Raises ValueError for other shapes and types, and an unknown activation."""
-    _check(x, Chosen(ids, weights), Rows(up, up_scale), Rows(down, down_scale))
+    chosen, both = Chosen(ids, weights), (Rows(up, up_scale), Rows(down, down_scale))
+    _check(x, chosen, *both)
     check_kind(activation)
-    chosen = Chosen(ids, weights)
-    both = Rows(up, up_scale), Rows(down, down_scale)
     out = torch.empty_like(x)
     if len(x) == 1 and tiles is None and uses_vector(up, down):
         _run_vector(x, chosen, *both, activation, out)
@@ -219,7 +218,7 @@ def _run_tiles(
     ids = chosen.ids
     (num_tokens, num_chosen), (num_experts, hidden, size) = ids.shape, down.values.shape
     is_few = tiles.hold(num_tokens)
-    is_quantized = up.scale is not None and tiles.quantize
+    is_quantized = up.scale is not None and tiles.quantizes_x
     blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)
     inner = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)

@@ -106,7 +106,7 @@ def check(kernels, call: dict[str, object], tiles: object = None) -> None:
     assert y.dtype == call["x"].dtype
     num_tokens, chosen = call["ids"].shape
     used = tiles or kernels.best_tiles(num_tokens, len(call["up"]), chosen, call["up"].itemsize)
-    is_quantized = call["up"].dtype == reference.FP8 and used.quantize
+    is_quantized = call["up"].dtype == reference.FP8 and used.quantizes_x
     assert_close(y, reference.experts(**call), QUANTIZED_TOLERANCE if is_quantized else None)
 
 

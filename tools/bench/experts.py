@@ -1,4 +1,4 @@
-"""Time layers of experts on a GPU: `python -m tools.bench.experts [--fp8] [--tune] [--shapes X]`.
+"""Time layers of experts on a GPU: `python -m tools.bench.experts [--fp8] [--kernels] [--tune]`.
 
 Each line is a router and its experts, as a replay of a CUDA graph whose calls have other logits and
 rotate over layers, so that weights are not in the L2 cache. All experts are equally likely. The
@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, profiler
 from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
@@ -189,6 +189,7 @@ def compile_all(shape: Shape, layer: Weights, how: Routing, tune: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time layers of experts on this GPU.")
     parser.add_argument("--fp8", action="store_true", help="weights in FP8")
+    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
     parser.add_argument("--tune", action="store_true", help="print the three best of some tiles")
     parser.add_argument("--shapes", default="", help="only those whose name has this in it")
     arguments = parser.parse_args()
@@ -212,6 +213,8 @@ def main() -> None:
         for num_tokens in TOKENS:
             calls = steps(shape, num_tokens, layers)
             print_row(shape, num_tokens, calls, how, bandwidth, rate)
+            if arguments.kernels:
+                print_kernels(calls, how)
             if arguments.tune and num_tokens > 1:
                 print_tiles(shape, num_tokens, calls, how)
         del layers, calls
@@ -236,6 +239,17 @@ def print_row(
         other = try_seconds(partial(library, how=how), calls)
         line += "  PyTorch" + (" -" if other is None else f" {other * 1e6:9.1f} us")
     print(line, flush=True)
+
+
+def print_kernels(calls: list[Step], how: Routing) -> None:
+    """Print the time of each kernel of a call, launched without a graph."""
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
+        for step in calls:
+            ours(step, how)
+        torch.cuda.synchronize()
+    for event in sorted(profile.key_averages(), key=lambda one: -one.device_time_total)[:8]:
+        taken = event.device_time_total / len(calls)
+        print(f"{'':16s}{taken:9.1f} us  {event.key[:60]}", flush=True)
 
 
 def print_tiles(shape: Shape, num_tokens: int, calls: list[Step], how: Routing) -> None:
