@@ -30,6 +30,7 @@ FEW_TOKENS = 16  # tokens up to which they are one tile, without blocks
 FEW_PAIRS = 32  # pairs of a block up to which it is bound by reading the weights
 ROW_CLASSES = (1, 8, FEW_TOKENS, 64, 256, 512, 1024, 2048, 4096)
 """The most tokens for which each kernel is chosen. Warm-up has steps of as many."""
+LONG = 2048  # columns from which begin and end of a large tile take a small part of the time
 VECTOR = 2048  # elements of a row that a program of one token multiplies at a time
 CHUNK = 1024  # columns of a program that sums
 
@@ -105,7 +106,7 @@ def experts(
     if len(x) == 1 and tiles is None and uses_vector(up, down):
         _run_vector(x, chosen, *both, activation, out)
     elif len(x):
-        tiles = tiles or best_tiles(len(x), len(up), ids.shape[1], up.itemsize)
+        tiles = tiles or best_tiles(len(x), ids.shape[1], up, down)
         _run_tiles(x, chosen, *both, activation, out, tiles)
     return out
 
@@ -115,21 +116,28 @@ def uses_vector(up: Tensor, down: Tensor) -> bool:
     return up.dtype != FP8 or (up.shape[2] % 16 == 0 and down.shape[2] % 16 == 0)
 
 
-def best_tiles(num_tokens: int, num_experts: int, num_chosen: int, itemsize: int) -> Tiles:
+def best_tiles(num_tokens: int, num_chosen: int, up: Tensor, down: Tensor) -> Tiles:
     """Return tiles for a number of tokens, the same within each of ROW_CLASSES.
 
     Blocks have room for twice the mean number of an expert's pairs, so that most experts have one
-    block and their weights are read once. `itemsize`: bytes of an element of the weights."""
+    block and their weights are read once."""
     if num_tokens <= FEW_TOKENS:
-        tile = Tile(8 if num_tokens <= 8 else 16, 64, 128, 4, 4)
-        return Tiles(tile, tile)
-    most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
-    tokens = min(128, max(16, power_of_two(2 * most * num_chosen // num_experts)))
-    if tokens <= FEW_PAIRS:
-        tile = Tile(tokens, 64, 128, 4, 4)
+        tokens = 8 if num_tokens <= 8 else 16
     else:
-        tile = Tile(tokens, 2 * tokens, 128 // itemsize, 4, tokens // 16)
-    return Tiles(tile, tile)
+        most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
+        tokens = min(128, max(16, power_of_two(2 * most * num_chosen // len(up))))
+    return Tiles(_best_tile(tokens, up), _best_tile(tokens, down))
+
+
+def _best_tile(tokens: int, weight: Tensor) -> Tile:
+    if tokens <= FEW_PAIRS:
+        return Tile(tokens, 64, 128, 4, 4)
+    columns = 128 // weight.itemsize
+    if tokens == 64:
+        return Tile(tokens, 128, columns, 4, 4)
+    if weight.shape[2] < LONG:  # two programs of a multiprocessor hide each other's begin and end
+        return Tile(tokens, 128, columns, 3, 8)
+    return Tile(tokens, 256, columns, 4, 8)
 
 
 def _check(x: Tensor, chosen: Chosen, up: Rows, down: Rows) -> None:

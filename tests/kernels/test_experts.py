@@ -104,8 +104,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
 def check(kernels, call: dict[str, object], tiles: object = None) -> None:
     y = kernels.experts(**call, tiles=tiles)
     assert y.dtype == call["x"].dtype
-    num_tokens, chosen = call["ids"].shape
-    used = tiles or kernels.best_tiles(num_tokens, len(call["up"]), chosen, call["up"].itemsize)
+    used = tiles or kernels.best_tiles(*call["ids"].shape, call["up"], call["down"])
     is_quantized = call["up"].dtype == reference.FP8 and used.quantizes_x
     assert_close(y, reference.experts(**call), QUANTIZED_TOLERANCE if is_quantized else None)
 
@@ -236,16 +235,20 @@ def test_no_tokens_have_no_results(kernels, device):
 
 @pytest.mark.parametrize("num_experts", [8, 60, 128])
 @pytest.mark.parametrize("chosen", [2, 4, 8])
-@pytest.mark.parametrize("itemsize", [1, 2])
-def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, itemsize):
+@pytest.mark.parametrize("sizes", [(2048, 768), (4096, 14336)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, reference.FP8], ids=str)
+def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, sizes, dtype):
     """Warm-up compiles the kernels of one number of tokens per class."""
     from toolkit.worker.graph_policy import MIXED_TOKENS
 
+    hidden, size = sizes
+    up = torch.empty(num_experts, 2 * size, hidden, dtype=dtype, device="meta")
+    down = torch.empty(num_experts, hidden, size, dtype=dtype, device="meta")
     matmul_classes = {1, 8, 16, 32, 48, 64}
     assert set(kernels.ROW_CLASSES) <= matmul_classes | set(MIXED_TOKENS)
 
     def choice(n: int) -> tuple[object, bool]:
-        best = kernels.best_tiles(n, num_experts, chosen, itemsize)
+        best = kernels.best_tiles(n, chosen, up, down)
         return best, best.hold(n)
 
     last = kernels.ROW_CLASSES[-1]

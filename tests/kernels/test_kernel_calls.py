@@ -106,10 +106,11 @@ def test_work_of_experts_is_counted(expert_calls):
 @pytest.mark.parametrize("tokens", [8, 64, 2048])
 def test_tiles_that_are_tried_differ(expert_calls, device, tokens):
     shape = expert_calls.Shape("", hidden=32, experts=6, chosen=2, size=16)
-    tried = list(expert_calls.candidates(shape, tokens, 2))
+    weights = expert_calls.Weights.random(shape, True, device)
+    tried = list(expert_calls.candidates(tokens, 2, weights))
     assert len(set(tried)) == len(tried) > 5
     assert all(tiles.up.tokens == tiles.down.tokens for tiles in tried)
-    step = expert_calls.steps(shape, 40, [expert_calls.Weights.random(shape, True, device)])[0]
+    step = expert_calls.steps(shape, 40, [weights])[0]
     expected = expert_calls.ours(step, Routing(2))
     for tiles in tried[1:4]:
         y = expert_calls.ours(step, Routing(2), tiles)

@@ -131,20 +131,21 @@ def num_touched(calls: list[Step], how: Routing) -> float:
     return sum(numbers) / len(numbers)
 
 
-def candidates(shape: Shape, num_tokens: int, itemsize: int) -> Iterator[Tiles]:
+def candidates(num_tokens: int, num_chosen: int, weights: Weights) -> Iterator[Tiles]:
     """Yield the best tiles, then others for each product, with those of the other product."""
-    best = experts.best_tiles(num_tokens, shape.experts, shape.chosen, itemsize)
+    best = experts.best_tiles(num_tokens, num_chosen, weights.up, weights.down)
     yield best
-    wide = 128 // itemsize
+    wide = 128 // weights.up.itemsize
     shapes = (
         ((32, 128, 5, 2), (64, 64, 6, 4), (64, 128, 3, 4), (64, 256, 3, 4), (128, 64, 4, 4))
         if best.up.tokens <= experts.FEW_PAIRS
-        else ((128, wide, 3, 4), (128, wide, 4, 8), (256, wide, 3, 8), (256, wide, 4, 8))
+        else ((128, wide, 3, 4), (128, wide, 3, 8), (256, wide, 3, 8), (256, wide, 4, 8))
     )
     for rows, columns, stages, warps in shapes:
         tile = Tile(best.up.tokens, rows, columns, stages, warps)
         if tile != best.up:
             yield best._replace(up=tile)
+        if tile != best.down:
             yield best._replace(down=tile)
     if num_tokens > experts.FEW_TOKENS:  # other blocks
         for tokens in (best.up.tokens // 2, best.up.tokens * 2):
@@ -181,7 +182,7 @@ def compile_all(shape: Shape, layer: Weights, how: Routing, tune: bool) -> None:
         for num_tokens in TOKENS:
             step = steps(shape, num_tokens, [layer])[0]
             most = None if tune else 1
-            tried = islice(candidates(shape, num_tokens, layer.up.itemsize), most)
+            tried = islice(candidates(num_tokens, shape.chosen, layer), most)
             for tiles in [None, *tried]:
                 ours(step, how, tiles)
 
@@ -216,7 +217,7 @@ def main() -> None:
             if arguments.kernels:
                 print_kernels(calls, how)
             if arguments.tune and num_tokens > 1:
-                print_tiles(shape, num_tokens, calls, how)
+                print_tiles(num_tokens, calls, how)
         del layers, calls
         torch.cuda.empty_cache()
 
@@ -252,10 +253,10 @@ def print_kernels(calls: list[Step], how: Routing) -> None:
         print(f"{'':16s}{taken:9.1f} us  {event.key[:60]}", flush=True)
 
 
-def print_tiles(shape: Shape, num_tokens: int, calls: list[Step], how: Routing) -> None:
+def print_tiles(num_tokens: int, calls: list[Step], how: Routing) -> None:
     """Print the best tiles of up alone and of down alone, and of other blocks."""
     times = {}
-    for tiles in candidates(shape, num_tokens, calls[0].weights.up.itemsize):
+    for tiles in candidates(num_tokens, how.num_chosen, calls[0].weights):
         taken = try_seconds(partial(ours, how=how, tiles=tiles), calls)
         if taken is not None:
             times[tiles] = taken
