@@ -158,10 +158,12 @@ def candidates(num_tokens: int, num_chosen: int, weights: Weights) -> Iterator[T
 
 def seconds(run: Callable[[Step], Tensor], calls: list[Step]) -> float:
     """Return the seconds of a call, from a graph of all."""
-    run(calls[0])
-    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(stream):  # which has counters then
+        run(calls[0])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
         for step in calls:
             run(step)
     return elapsed(graph.replay, 2) / len(calls)
