@@ -334,9 +334,11 @@ def test_layers_do_not_depend_on_early_launches(kernels, device, monkeypatch, to
             patch.setattr(module, "supported", lambda _: False)
         expected = run()
     assert expected.isfinite().all()
-    run()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):  # which has counters then: zeroing them would separate kernels
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
         y = run()
     for _ in range(3):
         y.zero_()
