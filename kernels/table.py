@@ -24,6 +24,7 @@ class Kernels:
             bitmask,
             drafts,
             embedding,
+            experts,
             grouped_layout,
             inputs,
             logprobs,
@@ -33,6 +34,7 @@ class Kernels:
             penalties,
             resample,
             rotary,
+            routing,
             sampling,
         )
 
@@ -54,6 +56,10 @@ class Kernels:
         self.more_row_classes = products.MORE_ROW_CLASSES
         self.choosing_products = cublas.choosing
         self.min_choice_tokens = cublas.MIN_TOKENS
+
+        # Experts
+        self.route = routing.route
+        self.experts = experts.experts
 
         # Norms, embedding
         self.join = norm.join
