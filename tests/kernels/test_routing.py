@@ -59,6 +59,7 @@ ROUTINGS = [
     (Routing(6, num_groups=8, num_chosen_groups=3, scale=16.0), 40),  # as DeepSeek-V2
     (Routing(8, "sigmoid", True, 8, 4, 2.5), 64),  # as DeepSeek-V3
     (Routing(3, "sigmoid", False, 3, 2, 1.0), 18),
+    (Routing(9, num_groups=8, num_chosen_groups=3), 40),  # more than a group and its padding
     (Routing(16), 512),
 ]
 
