@@ -157,5 +157,8 @@ def engine_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
 def records_steps(llm: LLM) -> bool:
     """Run a decode step on a CPU. Return True if it was recorded, to be replayed."""
     generate(llm, [[1]], max_tokens=2)
-    recorded = llm._core.executor._worker.runner.model._replay._recorded
+    replay = llm._core.executor._worker.runner.model._replay
+    if replay is None:
+        return False
+    recorded = replay._recorded
     return bool(recorded) and all(recorded.values())

@@ -55,7 +55,10 @@ def load() -> Iterator[Callable[..., LLM]]:
 
 @pytest.mark.parametrize(
     ("name", "tensor", "stages"),
-    [("gpt2", 2, 2), ("gemma3", 2, 2), ("cohere2", 2, 2), ("qwen2-tied-some-windows", 1, 3)],
+    [
+        *[("gpt2", 2, 2), ("gemma3", 2, 2), ("cohere2", 2, 2)],
+        *[("qwen2-tied-some-windows", 1, 3), ("qwen3-moe", 2, 2)],
+    ],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(
     load: Callable[..., LLM], checkpoint: Checkpoint, name: str, tensor: int, stages: int
@@ -63,7 +66,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(
     """Chunks of a prompt follow each other through the stages.
 
     The models differ in what crosses ranks and stages: positions and tied tables, norms after
-    branches, branches in parallel, and windows by layer."""
+    branches, branches in parallel, windows by layer, and experts."""
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
     llm = load(checkpoint(name), max_num_batched_tokens=24, **sizes)
     check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)

@@ -61,12 +61,35 @@ def check_tokens_and_logprobs(
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("llama3-gqa", 4), ("olmo2", 4), ("llama-mqa-tied", 2), ("gpt-neox", 2), ("falcon", 2)],
+    [
+        *[("llama3-gqa", 4), ("olmo2", 4), ("llama-mqa-tied", 2), ("gpt-neox", 2), ("falcon", 2)],
+        ("qwen2-moe", 2),
+    ],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(sharded, name, size):
     """With fewer KV heads than ranks, and an uneven vocabulary. The pipeline's tests have more."""
     llm = sharded(name, size, max_num_batched_tokens=24)
     check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)
+
+
+def test_ranks_with_complete_experts_equal_transformers(sharded):
+    llm = sharded("qwen3-moe", 2, max_num_batched_tokens=24, enable_expert_parallel=True)
+    check_tokens_and_logprobs(llm, "qwen3-moe", prompts_for("qwen3-moe"), NEW_TOKENS)
+
+
+def test_expert_parallelism_is_refused_without_experts(checkpoint):
+    with pytest.raises(ConfigError, match="--enable-expert-parallel: the model has no experts"):
+        LLM(str(checkpoint("qwen3")), enable_expert_parallel=True, **SMALL)
+
+
+def test_experts_that_ranks_do_not_divide_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match="5 experts cannot be divided evenly"):
+        LLM(
+            str(checkpoint("mixtral")),
+            tensor_parallel_size=2,
+            enable_expert_parallel=True,
+            **SMALL,
+        )
 
 
 def test_all_kinds_of_sampling_equal_one_process(checkpoint):

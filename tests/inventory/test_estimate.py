@@ -149,15 +149,31 @@ def test_estimate_gives_the_workers_advice_when_nothing_fits():
 
 
 def test_models_through_transformers_are_estimated_from_their_files(tmp_path: Path):
-    checkpoints.save(make_decoder("olmoe"), tmp_path)
-    found, config = read_folder(tmp_path, "olmoe"), settings(max_model_len=100)
+    checkpoints.save(make_decoder("granitemoe"), tmp_path)
+    found, config = read_folder(tmp_path, "granitemoe"), settings(max_model_len=100)
     result, info = estimate(found, config, find_device("cpu")), run(tmp_path, config)
     assert found.implementation == "transformers"
     assert (result.num_parameters, result.weights) == (info.num_parameters, info.weight_bytes)
     assert (result.num_blocks, result.cache) == (info.num_blocks, info.cache_bytes)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3-gqa", "qwen3"])
+def test_expert_parallelism_needs_experts(checkpoint: Callable[[str], Path]):
+    config = settings(enable_expert_parallel=True, tensor_parallel_size=2)
+    estimate(read_folder(checkpoint("qwen3-moe"), "qwen3-moe"), config, CPU)
+    with pytest.raises(ConfigError, match="--enable-expert-parallel: qwen3 has no experts"):
+        estimate(read_folder(checkpoint("qwen3"), "qwen3"), config, CPU)
+
+
+def test_active_parameters_are_those_of_one_token(checkpoint: Callable[[str], Path]):
+    found = read_folder(checkpoint("qwen3-moe"), "qwen3-moe")
+    names = [one for one in found.parameters if ".experts." in one.name]
+    per_expert = 3 * 16 * 64
+    assert sum(one.size for one in names) == 2 * 24 * per_expert, "two of three layers have them"
+    assert found.num_active == found.num_parameters - 2 * 20 * per_expert
+    assert read_folder(checkpoint("qwen3"), "qwen3").num_active is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3-gqa", "qwen3", "qwen3-moe"])
 def test_tensor_parallel_estimate_is_per_rank(checkpoint: Callable[[str], Path], kind: str):
     folder = checkpoint(kind)
     result = estimate(read_folder(folder, kind), settings(tensor_parallel_size=2), CPU)

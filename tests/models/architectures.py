@@ -427,6 +427,46 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         _MEDIUM | {"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2},
     ),
     "arcee": ("Arcee", _MEDIUM | {"attention_bias": True, "mlp_bias": True}),
+    "mixtral": (
+        "Mixtral",
+        _MEDIUM | {"sliding_window": 20, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 3,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "num_experts": 24,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        _MEDIUM
+        | {
+            "intermediate_size": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "clip_qkv": 0.7,
+        },
+    ),
 }
 """Name: (prefix of Transformers' classes, fields of the config)."""
 
@@ -434,6 +474,9 @@ SHORTEST_PROMPT = {"phi4-long-context": 33}
 """Transformers chooses LongRoPE's factors by the length so far, tk by `max_model_len`."""
 
 MAX_MODEL_LEN = {"phi3-short-context": POSITIONS}
+
+WITH_EXPERTS = frozenset({"mixtral", "qwen2-moe", "qwen3-moe", "olmoe"})
+"""Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
 
 OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})
 """Architectures whose trained models overflow in fp16."""

@@ -349,7 +349,7 @@ def test_default_configs_are_those_of_transformers(kind, tmp_path):
     assert describe(bare) == describe(written)
     for name in set(written.__struct_fields__) - NOT_EQUAL:
         value = getattr(theirs, name, None)
-        if value is not None:
+        if value is not None and (name, value) != ("sliding_window", 0):  # no window
             assert getattr(written, name) == value, name
 
 

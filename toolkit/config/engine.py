@@ -218,6 +218,11 @@ class ParallelConfig:
         "--tensor-parallel-size devices.",
         minimum=1,
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "Give each of the --tensor-parallel-size devices complete experts, instead of a part of "
+        "every expert. For models with experts.",
+    )
     data_parallel_size: int = option(
         1,
         "Engines behind one server, each with a full copy of the model on its own devices. A "

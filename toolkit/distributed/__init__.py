@@ -7,9 +7,11 @@ from toolkit.distributed.shares import (
     current_group,
     current_stage,
     even_shard,
+    expert_shards,
     full_shard,
     kv_head_shard,
     parallel,
+    splits_experts,
 )
 from toolkit.distributed.stage import SINGLE_STAGE, Stage, split_stages
 
@@ -24,8 +26,10 @@ __all__ = [
     "current_group",
     "current_stage",
     "even_shard",
+    "expert_shards",
     "full_shard",
     "kv_head_shard",
     "parallel",
     "split_stages",
+    "splits_experts",
 ]

@@ -13,17 +13,24 @@ from toolkit.errors import ConfigError
 
 _group: ContextVar[Group] = ContextVar("tensor parallel group", default=SINGLE)
 _stage: ContextVar[Stage] = ContextVar("pipeline stage", default=SINGLE_STAGE)
+_splits_experts: ContextVar[bool] = ContextVar("experts are split", default=True)
 
 
 @contextmanager
-def parallel(group: Group, stage: Stage = SINGLE_STAGE) -> Iterator[None]:
-    """Build models with the layers of this stage, and this rank's shards of their weights."""
+def parallel(
+    group: Group, stage: Stage = SINGLE_STAGE, *, splits_experts: bool = True
+) -> Iterator[None]:
+    """Build models with the layers of this stage, and this rank's shards of their weights.
+
+    `splits_experts`: each rank has a part of every expert, else complete ones."""
     group_token, stage_token = _group.set(group), _stage.set(stage)
+    experts_token = _splits_experts.set(splits_experts)
     try:
         yield
     finally:
         _group.reset(group_token)
         _stage.reset(stage_token)
+        _splits_experts.reset(experts_token)
 
 
 def current_stage() -> Stage:
@@ -84,6 +91,18 @@ def kv_head_shard(total: int) -> Shard:
     if total < group.size and group.size % total == 0:
         return Shard(total, group.rank // (group.size // total), 1)
     return even_shard(total, "KV heads")
+
+
+def splits_experts() -> bool:
+    """Return True if each rank has a part of every expert of the model being built."""
+    return _splits_experts.get()
+
+
+def expert_shards(num_experts: int, size: int) -> tuple[Shard, Shard]:
+    """Return this rank's shards of the experts, and of each one's features."""
+    if splits_experts():
+        return full_shard(num_experts), even_shard(size, "features of an expert")
+    return even_shard(num_experts, "experts"), full_shard(size)
 
 
 def aligned_shard(total: int, multiple: int) -> Shard:

@@ -62,7 +62,8 @@ def require_size(config: EngineConfig, folder: Path) -> None:
 def _problem(config: EngineConfig, folder: Path, size: int) -> str | None:
     """Return why a size is impossible: the error from building the model without memory."""
     try:
-        with parallel(Group(0, size)):
+        splits_experts = not config.parallel.enable_expert_parallel
+        with parallel(Group(0, size), splits_experts=splits_experts):
             build_model(
                 load_config(folder, config.model),
                 device=torch.device("meta"),

@@ -36,6 +36,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "problem": checkpoint.problem,
         "implementation": None if checkpoint.problem else checkpoint.implementation,
         "parameters": checkpoint.num_parameters,
+        "active_parameters": None if problem else checkpoint.num_active,
         "dtype": checkpoint.stored_type,
         "quantization": None if problem or not packings else packings.method,
         "bits_per_weight": checkpoint.bits_per_weight,
@@ -91,6 +92,8 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     problem = checkpoint.problem
     parameters, stored = checkpoint.num_parameters, checkpoint.stored_type
     number = count(parameters) if parameters else "unknown (no safetensors header)"
+    if active := None if problem else checkpoint.num_active:
+        number += f", {count(active)} active for each token"
     template = chat_template(checkpoint)
     context = checkpoint.context
     facts = [

@@ -187,6 +187,15 @@ class Checkpoint:
         return sum(tensor.size for tensor in self.tensors) or None
 
     @property
+    def num_active(self) -> int | None:
+        """Number of parameters that compute one token, if it has experts; else None."""
+        count = self.num_parameters
+        if count is None or not isinstance(self.description, Decoder):
+            return None
+        hidden, experts = self.description.hidden_size, self.description.experts
+        return count - sum(one.idle(hidden) for one in experts) if experts else None
+
+    @property
     def context(self) -> int | None:
         """Default for --max-model-len, in tokens."""
         if self.problem is not None:

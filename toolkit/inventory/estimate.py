@@ -167,6 +167,14 @@ def estimate(
     Raises CheckpointError for an unsupported model or one of unknown size, and ConfigError for
     settings that the model does not support."""
     config: Any = checkpoint.config
+    described = checkpoint.description
+    if engine.parallel.enable_expert_parallel and not (
+        isinstance(described, Decoder) and described.experts
+    ):
+        raise ConfigError(
+            f"--enable-expert-parallel: {checkpoint.name} has no experts.",
+            param="enable_expert_parallel",
+        )
     if device.kind == "cpu":
         ranks = engine.parallel.num_local_devices
         device = dataclasses.replace(device, total=device.total // ranks, free=device.free // ranks)
@@ -288,14 +296,14 @@ def _tensor_bytes(
         if packing:
             is_usable = packing.layout.kind is not Kind.FP8 or device.kind == "cuda"
             return packing.layout if is_usable else DENSE
-        if quantization and parameter.kind == "linear":
+        if quantization and parameter.kind in ("linear", "expert"):
             return while_loading(quantization, columns)
         if quantization in ("int4", "int8") and parameter.kind in tables and device.kind == "cpu":
             return while_loading("int8", columns)
         return DENSE
 
     def nbytes(parameter: Parameter) -> int:
-        if parameter.kind not in ("linear", "head", "embedding"):
+        if parameter.kind not in ("linear", "expert", "head", "embedding"):
             return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
         rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
         stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from toolkit.kernels import reference
 from toolkit.layers.linear import Linear
 from toolkit.layers.norm import Join
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.matmul import Unscaled
+
+
+class Addend(Protocol):
+    """A product that the stream adds: a `Linear`, or one that is computed already."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def can_fuse_norms(self, x: torch.Tensor) -> bool: ...
+
+    def add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: reference.Norm,
+        square_sums: torch.Tensor,
+    ) -> Unscaled: ...
+
+
+class Computed:
+    """Takes the place of the last product of a branch that does not end with one."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def can_fuse_norms(self, x: torch.Tensor) -> bool:
+        return False
+
+    def add_norm(self, *_: object) -> Unscaled:
+        raise NotImplementedError("there is no product to fuse a norm into")
 
 
 class Stream:
@@ -23,10 +53,10 @@ class Stream:
         """x: [num_tokens, hidden], may be changed. `num_reads`: at most so many reads follow."""
         self.residual = x
         self._num_reads = num_reads
-        self._products: list[tuple[Linear, torch.Tensor]] = []
+        self._products: list[tuple[Addend, torch.Tensor]] = []
         self._square_sums: list[torch.Tensor] = []  # for fused norms, one per read
 
-    def add(self, product: Linear, x: torch.Tensor) -> None:
+    def add(self, product: Addend, x: torch.Tensor) -> None:
         """Add product(x), by the next read."""
         self._products.append((product, x))
 
@@ -53,7 +83,7 @@ class Stream:
         return [*norms] or [self.residual]
 
     @staticmethod
-    def _fuses(join: Join, product: Linear, x: torch.Tensor, into: Linear) -> bool:
+    def _fuses(join: Join, product: Addend, x: torch.Tensor, into: Linear) -> bool:
         return (
             join.is_plain
             and not join.arguments[0].is_centered

@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.distributed import Shard, full_shard
 from toolkit.errors import CheckpointError
 from toolkit.kernels.table import Kernels
-from toolkit.layers import Linear, OutputHead, VocabularyEmbedding
+from toolkit.layers import Experts, Linear, OutputHead, Router, VocabularyEmbedding
 from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
 from toolkit.lora.peft import Pair, read_adapter, read_config
 from toolkit.lora.weight import Active, Adapted, AdaptedTable, AdaptedWeight, Part
@@ -48,6 +48,14 @@ class Adapters:
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
         self._ends = {one.name for head in _heads(complete) for one in head.sources}
         self._ends |= {table.name for table in _tables(complete)}
+        self._in_experts = {
+            name.removesuffix(".weight")
+            for experts in complete.modules()
+            if isinstance(experts, Experts | Router)
+            for module in experts.modules()
+            if isinstance(module, Experts | Linear)
+            for name in module.slots()
+        }
         self._weights: list[Adapted] = []
         self._read: dict[str, HostAdapter] = {}  # by key
         self._places: dict[str, list[_Place]] = {}  # of a projection, by its name
@@ -96,6 +104,11 @@ class Adapters:
         modules: dict[str, str] = {}  # by projection
         for module, pair in read_adapter(name, folder, self.max_rank).items():
             known = self._known(module)
+            if known is None and self._find(module, self._in_experts) is not None:
+                raise CheckpointError(
+                    f"adapter {name!r} ({folder}): it changes {module}, and adapters of experts "
+                    f"are not supported."
+                )
             if known is None:
                 on_cpus = self._find(module, self._ends) is not None
                 raise CheckpointError(
@@ -179,8 +192,17 @@ class _Place(NamedTuple):
 
 def _linears(model: nn.Module) -> list[Linear]:
     """Return the layers that may have adapters."""
-    modules = model.modules()
-    return [one for one in modules if isinstance(one, Linear) and not isinstance(one, OutputHead)]
+    in_experts = {
+        id(module)
+        for experts in model.modules()
+        if isinstance(experts, Experts | Router)
+        for module in experts.modules()
+    }
+    return [
+        one
+        for one in model.modules()
+        if isinstance(one, Linear) and not isinstance(one, OutputHead) and id(one) not in in_experts
+    ]
 
 
 def _heads(model: nn.Module) -> list[OutputHead]:

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from toolkit.attention import AttentionBatch
-from toolkit.distributed import current_group, current_stage
+from toolkit.distributed import current_group, current_stage, splits_experts
+from toolkit.errors import ConfigError
 from toolkit.layers import Embedding, Join, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.layers.replay import Replay
 from toolkit.models import describe
-from toolkit.models.mix import AttentionMix, Mix, MLPMix
+from toolkit.models.mix import AttentionMix, ExpertsMix, Mix, MLPMix
 from toolkit.models.model import CausalLM
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.rotary import RotaryTables
@@ -102,6 +103,11 @@ class Decoder(CausalLM):
         self.has_table = self.stage.is_first or (self.stage.is_last and self.tied)
         if self.has_table:
             self.embed = VocabularyEmbedding(description.embed, vocab, hidden, is_tied=self.tied)
+        if not splits_experts() and not description.experts:
+            raise ConfigError(
+                "--enable-expert-parallel: the model has no experts.",
+                param="enable_expert_parallel",
+            )
         positions = description.positions
         if positions is not None and self.stage.is_first:
             self.embed_positions = Embedding(positions.name, positions.size, hidden)
@@ -119,7 +125,9 @@ class Decoder(CausalLM):
         norms = [_norm(description.norm)] if self.stage.is_last else []
         self.last = Join(hidden, norms, *_after(before[-1]))
         self._few_layers: list[Sequence[Step]] = []
-        self._replay = Replay() if self.stage.is_last and self.group.size == 1 else None
+        # What experts compute depends on the numbers of a step.
+        can_record = self.stage.is_last and self.group.size == 1 and not description.experts
+        self._replay = Replay() if can_record else None
         if self.stage.is_last:
             head = dataclasses.asdict(description.head)
             tied = self.embed if self.tied else None
@@ -196,9 +204,13 @@ class Decoder(CausalLM):
             self._few_layers = []
 
 
-def _mix(mix: describe.Attention | describe.MLP, hidden: int, rope: RotaryTables) -> Mix:
+def _mix(
+    mix: describe.Attention | describe.MLP | describe.Experts, hidden: int, rope: RotaryTables
+) -> Mix:
     if isinstance(mix, describe.MLP):
         return MLPMix(mix, hidden)
+    if isinstance(mix, describe.Experts):
+        return ExpertsMix(mix, hidden)
     return AttentionMix(mix, hidden, *rope.indices(mix))
 
 

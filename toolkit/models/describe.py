@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -137,13 +137,77 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A weighted sum of gated MLPs, a few of which are chosen for each token.
+
+    The router's logits become scores; the experts with the highest are chosen. With groups of
+    adjacent experts, the groups are chosen first (DeepSeek-V2, arXiv:2405.04434)."""
+
+    num_experts: int
+    num_chosen: int  # for each token
+    size: int  # number of features between up and down of each
+    activation: str
+    router: Source
+    gate: Source  # names have `{}` for the index of the expert
+    up: Source
+    down: Source
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalizes: bool = False  # the chosen scores are divided by their sum
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    correction: str | None = None
+    """Tensor [num_experts] that is added to the scores for the choice (arXiv:2412.19437)."""
+    shared: MLP | None = None  # computed for every token
+    shared_gate: Source | None = None  # its sigmoid is the weight of `shared`; None: 1
+
+    def __post_init__(self) -> None:
+        activation_kind(self.activation)  # refuses an unknown name
+        if not 1 <= self.num_chosen <= self.num_experts:
+            raise ValueError(f"{self.num_chosen} of {self.num_experts} experts cannot be chosen")
+
+    def expert(self, index: int) -> tuple[Source, Source, Source]:
+        """Return gate, up and down of an expert."""
+        gate, up, down = (
+            replace(one, name=one.name.format(index)) for one in (self.gate, self.up, self.down)
+        )
+        return gate, up, down
+
+    def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
+        """Yield (source, rows, columns, has a bias) of each weight of the experts."""
+        for index in range(self.num_experts):
+            gate, up, down = self.expert(index)
+            yield gate, self.size, hidden, False
+            yield up, self.size, hidden, False
+            yield down, hidden, self.size, False
+
+    def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        """Yield (name, shape, is in fp32) of the weights that are never quantized."""
+        yield f"{self.router.name}.weight", (self.num_experts, hidden), False
+        if self.correction is not None:
+            yield self.correction, (self.num_experts,), True
+        if self.shared_gate is not None:
+            yield f"{self.shared_gate.name}.weight", (1, hidden), False
+
+    def idle(self, hidden: int) -> int:
+        """Return the number of parameters that a token does not use."""
+        return (self.num_experts - self.num_chosen) * 3 * self.size * hidden
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """scale · post(mix(norm(residual)))."""
 
-    mix: Attention | MLP
+    mix: Attention | MLP | Experts
     norm: Norm | None  # None: it reads the residual stream as it is
     post: Norm | None = None
     scale: float = 1.0
+
+    @property
+    def mixes(self) -> tuple[Attention | MLP | Experts, ...]:
+        """`mix`, and the MLP that it shares."""
+        shared = self.mix.shared if isinstance(self.mix, Experts) else None
+        return (self.mix,) if shared is None else (self.mix, shared)
 
 
 Step = tuple[Branch, ...]  # branches that are added to the residual stream together
@@ -174,7 +238,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["embedding", "positions", "head", "linear", "vector"]
+    kind: Literal["embedding", "positions", "head", "linear", "expert", "vector"]
     layer: int | None = None
     is_float32: bool = False  # kept in fp32 whatever the type of the model
 
@@ -225,11 +289,16 @@ class Decoder:
 
     def layer_size(self, index: int) -> int:
         """Return the number of parameters of a layer's products."""
-        products = chain.from_iterable(
-            branch.mix.projections(self.hidden_size)
-            for branch in chain.from_iterable(self.layers[index])
-        )
+        branches = chain.from_iterable(self.layers[index])
+        mixes = chain.from_iterable(branch.mixes for branch in branches)
+        products = chain.from_iterable(mix.projections(self.hidden_size) for mix in mixes)
         return sum(rows * columns for _, rows, columns, _ in products)
+
+    @property
+    def experts(self) -> list[Experts]:
+        """Experts of each layer that has them."""
+        branches = chain.from_iterable(step for layer in self.layers for step in layer)
+        return [branch.mix for branch in branches if isinstance(branch.mix, Experts)]
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield the tensors of a checkpoint, each once."""
@@ -258,12 +327,17 @@ class Decoder:
 def _branch_parameters(branch: Branch, hidden: int, index: int) -> Iterator[Parameter]:
     yield from _norm_parameters(branch.norm, index)
     yield from _norm_parameters(branch.post, index)
-    for source, rows, columns, has_bias in branch.mix.projections(hidden):
-        total = rows if source.order is None else source.order.total
-        sizes = (columns, total) if source.transpose else (total, columns)
-        yield Parameter(f"{source.name}.weight", sizes, "linear", index)
-        if has_bias:
-            yield Parameter(f"{source.name}.bias", (total,), "vector", index)
+    for mix in branch.mixes:
+        for source, rows, columns, has_bias in mix.projections(hidden):
+            total = rows if source.order is None else source.order.total
+            sizes = (columns, total) if source.transpose else (total, columns)
+            kind: Literal["expert", "linear"] = "expert" if isinstance(mix, Experts) else "linear"
+            yield Parameter(f"{source.name}.weight", sizes, kind, index)
+            if has_bias:
+                yield Parameter(f"{source.name}.bias", (total,), "vector", index)
+    if isinstance(branch.mix, Experts):
+        for name, shape, is_float32 in branch.mix.plain(hidden):
+            yield Parameter(name, shape, "vector", index, is_float32)
     if isinstance(branch.mix, Attention) and branch.mix.norm is not None:
         mix, norm = branch.mix, branch.mix.norm
         for name, heads in ((norm.q, mix.num_heads), (norm.k, mix.num_kv_heads)):

@@ -1,4 +1,4 @@
-"""Attention and MLPs: the branches of a layer between its norms and the residual stream."""
+"""Attention, MLPs and experts: a layer's branches between its norms and the residual stream."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ import torch
 from torch import nn
 
 from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadNorm, HeadTransform
-from toolkit.distributed import Shard, current_group, even_shard, kv_head_shard
+from toolkit.distributed import Shard, current_group, even_shard, expert_shards, kv_head_shard
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.norm import DTYPES, RowNorm
-from toolkit.layers import GatedLinear, Linear, MergedLinear
+from toolkit.kernels.reference import Routing
+from toolkit.kernels.table import kernels_for
+from toolkit.layers import (
+    Computed,
+    Experts,
+    GatedLinear,
+    Linear,
+    ListedExperts,
+    MergedLinear,
+    Projections,
+    Router,
+    StackedExperts,
+)
 from toolkit.layers.norm import norm_over_ranks
 from toolkit.models import describe
 from toolkit.weights.activation import activation_kind
+from toolkit.weights.quantization import target_device, unquantized
 from toolkit.weights.slots import JoinedSlot, Slot, Slots
 
 if TYPE_CHECKING:
@@ -24,14 +37,18 @@ if TYPE_CHECKING:
 class Mix(nn.Module):
     """A branch without its norms. `input` and `output` are its first and its last product.
 
-    `forward` computes all but the last, which the residual stream adds."""
+    `forward` computes all but the last, which the residual stream adds. Without `input`, several
+    products read what the branch reads."""
 
-    input: Linear
-    output: Linear
+    input: Linear | None
+    output: Linear | Computed
 
 
 class AttentionMix(Mix):
     """Attention. Queries, keys and values are one product."""
+
+    input: MergedLinear
+    output: Linear
 
     def __init__(
         self,
@@ -160,6 +177,9 @@ class QKNorm(nn.Module):
 class MLPMix(Mix):
     """An MLP. Gate and up are one product."""
 
+    input: Linear
+    output: Linear
+
     def __init__(self, mlp: describe.MLP, hidden: int) -> None:
         super().__init__()
         kind = activation_kind(mlp.activation)
@@ -177,3 +197,50 @@ class MLPMix(Mix):
         """Return the input of `output`."""
         out: torch.Tensor = self.input(x)
         return out
+
+
+class ExpertsMix(Mix):
+    """Experts, and an MLP that computes every token, if there is one."""
+
+    def __init__(self, experts: describe.Experts, hidden: int) -> None:
+        super().__init__()
+        self.input, self.output = None, Computed()
+        routing = Routing(
+            experts.num_chosen,
+            experts.scores,
+            experts.renormalizes,
+            experts.num_groups,
+            experts.num_chosen_groups,
+            experts.scale,
+        )
+        self.router = Router(
+            hidden, experts.num_experts, experts.router, routing, experts.correction
+        )
+        sources = [Projections(*experts.expert(i)) for i in range(experts.num_experts)]
+        own, size = expert_shards(experts.num_experts, experts.size)
+        kernels = kernels_for(target_device())
+        kind = activation_kind(experts.activation)
+        if kernels is not None:
+            self.experts: Experts = StackedExperts(hidden, size, sources, kind, own, kernels)
+        else:
+            self.experts = ListedExperts(hidden, experts.size, sources, kind, own)
+        self.shared = None if experts.shared is None else MLPMix(experts.shared, hidden)
+        self.shared_gate = None
+        if experts.shared_gate is not None:
+            with unquantized():
+                self.shared_gate = Linear(hidden, 1, experts.shared_gate, bias=False)
+
+    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+        """Return the sum of the experts, [num_tokens, hidden]."""
+        assert isinstance(x, torch.Tensor), "without `input`, rows are complete"
+        slots = batch.slot_mapping
+        if len(slots) != len(x):  # only the wanted tokens are left
+            assert batch.wanted is not None
+            slots = slots[batch.wanted]
+        y: torch.Tensor = self.experts(x, *self.router(x, slots))
+        if self.shared is not None:
+            shared = self.shared.output(self.shared(x, batch))
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(x).sigmoid()
+            y = y + shared
+        return y

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.models.describe import MLP, Attention, Branch, Decoder, Layer, Norm
+from toolkit.models.describe import MLP, Attention, Branch, Decoder, Experts, Layer, Norm
 from toolkit.weights.source import Source, by_head, pairs_apart
 
 
@@ -35,6 +35,21 @@ def gated_mlp(config: Any, name: str, *, bias: bool = False) -> MLP:
     return MLP(config.intermediate_size, config.hidden_act, up, down, gate, bias)
 
 
+def gated_experts(config: Any, name: str, num_experts: int, **options: Any) -> Experts:
+    """Describe experts with projections named gate_proj, up_proj and down_proj.
+
+    `options`: other fields of `Experts`, and those with other values."""
+    given = {
+        "num_experts": num_experts,
+        "num_chosen": config.num_experts_per_tok,
+        "activation": config.hidden_act,
+        "router": Source(f"{name}.gate"),
+        **{one: Source(f"{name}.experts.{{}}.{one}_proj") for one in ("gate", "up", "down")},
+        **options,
+    }
+    return Experts(**given)
+
+
 def rms_norm(config: Any, name: str, **options: Any) -> Norm:
     return Norm(name, config.hidden_size, config.rms_norm_eps, **options)
 
@@ -44,7 +59,7 @@ def layer_norm(config: Any, name: str | None, eps: float, **options: Any) -> Nor
     return Norm(name, config.hidden_size, eps, is_centered=True, **given)
 
 
-def pre_norm(attn: Attention, attn_norm: Norm, mlp: MLP, mlp_norm: Norm) -> Layer:
+def pre_norm(attn: Attention, attn_norm: Norm, mlp: MLP | Experts, mlp_norm: Norm) -> Layer:
     """Describe a layer of attention and MLP, each after a norm."""
     return ((Branch(attn, attn_norm),), (Branch(mlp, mlp_norm),))
 

@@ -70,6 +70,16 @@ def quantized(
         _building.reset(token)
 
 
+@contextmanager
+def unquantized() -> Iterator[None]:
+    """Build linear layers inside that are plain, whatever the model's format."""
+    token = _building.set(_PLAIN)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
 def find_packing(name: str) -> Packing | None:
     """Return how the checkpoint of the model being built stores a projection. None: plainly."""
     packings = _building.get().packings
@@ -90,7 +100,7 @@ def new_packed_weight(
     rows: Sequence[int], columns: Shard, packings: Sequence[Packing | None]
 ) -> Weight:
     """Return an uninitialized weight for parts of so many rows, stored in these packings."""
-    layouts = [DENSE if one is None else usable(one.layout, _device()) for one in packings]
+    layouts = [DENSE if one is None else usable(one.layout, target_device()) for one in packings]
     # Of columns that are not in order, a rank's part does not have complete groups.
     layouts = [DENSE if one.has_order and not columns.is_full else one for one in layouts]
     can_merge = len(set(layouts)) == 1 and not (len(rows) > 1 and layouts[0].has_order)
@@ -106,12 +116,14 @@ def _weight(rows: int, columns: int, layout: Layout) -> Weight:
     if layout.kind is Kind.FP8:
         if layout.block_rows == 1:
             return FP8Weight(rows, columns)
-        return grouped_weight(rows, columns, layout, _device()) or BlockWeight(
+        return grouped_weight(rows, columns, layout, target_device()) or BlockWeight(
             rows, columns, layout
         )
     if layout == INT8 and _multiplies_int8():
         return Int8Weight(rows, columns)
-    return grouped_weight(rows, columns, layout, _device()) or IntegerWeight(rows, columns, layout)
+    return grouped_weight(rows, columns, layout, target_device()) or IntegerWeight(
+        rows, columns, layout
+    )
 
 
 def usable(layout: Layout, device: torch.device) -> Layout:
@@ -121,7 +133,8 @@ def usable(layout: Layout, device: torch.device) -> Layout:
     return layout
 
 
-def _device() -> torch.device:
+def target_device() -> torch.device:
+    """Return the device that will compute the model being built."""
     return _building.get().device or torch.get_default_device()
 
 
@@ -129,7 +142,7 @@ def _multiplies_int8() -> bool:
     """Return True if the device has products of int8 with a scale for each row."""
     has_kernels = cpu.available() or kernels_are_off()
     is_wide = torch.get_default_dtype() != torch.float16
-    return _device().type == "cpu" and has_kernels and is_wide
+    return target_device().type == "cpu" and has_kernels and is_wide
 
 
 def new_head_weight(rows: int, columns: int, packing: Packing | None = None) -> Weight:

@@ -378,7 +378,8 @@ class Worker:
             stage: Stage = self.stage,
             group: Group = self.group,
         ) -> Model:
-            with parallel(group, stage):
+            splits_experts = not self.config.parallel.enable_expert_parallel
+            with parallel(group, stage, splits_experts=splits_experts):
                 return build_model(
                     model_config,
                     device=device,

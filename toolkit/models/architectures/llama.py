@@ -22,12 +22,21 @@ def describe(config: Config) -> Decoder:
     return decoder(config, layer, rms_norm(config, "model.norm"))
 
 
-def llama_layer(config: Any, name: str, *, mlp_bias: bool = False, **options: Any) -> Layer:
-    """Describe a layer with Llama's names. `options`: fields of `Attention`."""
+def llama_layer(
+    config: Any,
+    name: str,
+    *,
+    mlp: Any = None,
+    mlp_bias: bool = False,
+    **options: Any,
+) -> Layer:
+    """Describe a layer with Llama's names.
+
+    `mlp`: an `MLP` or `Experts` in place of Llama's; `options`: fields of `Attention`."""
     given = {"rope": config.rope(), **options}
     return pre_norm(
         attention(config, f"{name}.self_attn", **given),
         rms_norm(config, f"{name}.input_layernorm"),
-        gated_mlp(config, f"{name}.mlp", bias=mlp_bias),
+        mlp or gated_mlp(config, f"{name}.mlp", bias=mlp_bias),
         rms_norm(config, f"{name}.post_attention_layernorm"),
     )

@@ -1,0 +1,42 @@
+"""Qwen3-MoE (Yang et al., 2025): Qwen3's decoder with experts."""
+
+from toolkit.models.architectures import qwen2_moe
+from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.describe import Decoder, HeadNorm, Layer
+from toolkit.models.model_config import Size
+from toolkit.models.parts import decoder, gated_experts, rms_norm
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3MoeModel")
+
+
+class Config(qwen2_moe.Config, kw_only=True):
+    intermediate_size: Size = 6144
+    num_attention_heads: Size = 32
+    num_key_value_heads: Size | None = 4
+    attention_bias: bool = False
+    num_experts: Size = 128
+    num_experts_per_tok: Size = 8
+    moe_intermediate_size: Size = 768
+
+
+def describe(config: Config) -> Decoder:
+    def layer(name: str, index: int) -> Layer:
+        attn, bias = f"{name}.self_attn", config.attention_bias
+        experts = gated_experts(
+            config,
+            f"{name}.mlp",
+            config.num_experts,
+            size=config.moe_intermediate_size,
+            renormalizes=config.norm_topk_prob,
+        )
+        return llama_layer(
+            config,
+            name,
+            mlp=experts if config.has_experts(index) else None,
+            bias=bias,
+            out_bias=bias,
+            norm=HeadNorm(f"{attn}.q_norm", f"{attn}.k_norm", config.rms_norm_eps),
+            window=config.window(index),
+        )
+
+    return decoder(config, layer, rms_norm(config, "model.norm"))
