@@ -28,6 +28,10 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "fused": ("phi3", {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj"]}),
     "ends": ("llama3-gqa", {"r": 4, "target_modules": ["embed_tokens", "lm_head", "up_proj"]}),
     "tied": ("gpt2", {"r": 4, "target_modules": ["wte", "lm_head"]}),
+    "shared expert": (
+        "qwen2-moe",
+        {"r": 4, "target_modules": r".*\.(q_proj|o_proj|shared_expert\.(gate|up|down)_proj)"},
+    ),
     "interleaved": ("gpt-neox", {"r": 4, "target_modules": ["query_key_value"]}),
 }
 """Base model and PEFT's options by a name. `all` and `attention` share a base."""

@@ -294,6 +294,21 @@ def test_broken_adapters_are_refused_by_name(adapter, checkpoint, tmp_path, prob
         engine(checkpoint("llama3-gqa"), {"mine": folder})
 
 
+def test_adapters_of_experts_are_refused(adapter, checkpoint, tmp_path):
+    folder = copied(adapter("shared expert"), tmp_path)
+    change_tensors(
+        lambda tensors: tensors.update(
+            {
+                name.replace("shared_expert", "experts.2"): tensors.pop(name)
+                for name in list(tensors)
+                if "layers.1" in name
+            }
+        )
+    )(folder)
+    with pytest.raises(CheckpointError, match=r"changes .*\.mlp\.experts\.2\..*not supported"):
+        engine(checkpoint("qwen2-moe"), {"mine": folder})
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
