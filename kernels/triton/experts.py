@@ -248,6 +248,7 @@ def _run_tiles(
     )
     grid, place = _places(blocks, ids, num_experts, -(-hidden // tiles.down.rows))
     rows = Rows(*quantize(inner)) if is_quantized else Rows(inner)
+    line = 128 // down.values.itemsize  # elements of 128 bytes
     down_kernel[grid](
         *rows.pointers,
         *down.pointers,
@@ -257,8 +258,8 @@ def _run_tiles(
         hidden,
         size,
         **_constants(tiles.down, rows, down, num_chosen, is_few),
-        FETCHED=2 * tiles.down.columns if pdl else 0,
-        LINE=128 // down.values.itemsize,
+        FETCHED=max(2 * tiles.down.columns, line) if pdl else 0,
+        LINE=line,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=tiles.down.warps,
