@@ -61,6 +61,9 @@ def generate(
         ("qwen3", {}),
         ("qwen3", {"enforce_eager": True}),
         ("gpt2", {"async_scheduling": False}),
+        ("qwen2-moe", {}),
+        ("qwen3-moe", {"enable_expert_parallel": True}),
+        ("qwen3", {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}),
     ],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint, name, settings, size):
