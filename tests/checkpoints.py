@@ -50,6 +50,9 @@ def make_model(family: str, settings: dict, seed: int = 0) -> torch.nn.Module:
                 elif parameter is not model.get_input_embeddings().weight:  # not a tied head
                     fan_in = parameter.shape[0 if type(module).__name__ == "Conv1D" else 1]
                     parameter.normal_(0.0, 2 * fan_in**-0.5)
+            for name, buffer in module.named_buffers(recurse=False):
+                if "correction_bias" in name:
+                    buffer.normal_(0.0, 0.3)
     return model
 
 

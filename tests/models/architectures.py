@@ -457,6 +457,34 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 4,
+            "moe_num_experts": 9,
+            "moe_k": 3,
+            "moe_intermediate_size": 16,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        _MEDIUM
+        | {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
     "olmoe": (
         "Olmoe",
         _MEDIUM
@@ -475,7 +503,7 @@ SHORTEST_PROMPT = {"phi4-long-context": 33}
 
 MAX_MODEL_LEN = {"phi3-short-context": POSITIONS}
 
-WITH_EXPERTS = frozenset({"mixtral", "qwen2-moe", "qwen3-moe", "olmoe"})
+WITH_EXPERTS = frozenset({"mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe"})
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
 
 OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})

@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import checkpoints
 from tests.checkpoints import VOCAB, generate
@@ -141,6 +142,20 @@ def test_prompt_logprobs_survive_preemption(few):
             token = result.prompt_token_ids[index]
             got = result.prompt_logprobs[index][token].logprob
             assert got == pytest.approx(float(reference[index - 1, token]), abs=2e-4)
+
+
+def test_layers_that_only_draft_are_not_read(tmp_path):
+    """GLM-4.5 has one after the last, under the next index."""
+    folder = checkpoints.save(checkpoints.make_reference("glm4-moe"), tmp_path)
+    expected = LLM(str(folder), device="cpu").generate([[5, 6]], use_tqdm=False)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(3, 4)}, file)
+    found = LLM(str(folder), device="cpu").generate([[5, 6]], use_tqdm=False)
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    save_file(tensors | {"model.layers.1.eh_proj.weight": torch.ones(3, 4)}, file)
+    with pytest.raises(CheckpointError, match="eh_proj"):
+        LLM(str(folder), device="cpu")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,9 +22,6 @@ from toolkit.weights.slots import JoinedSlot, Slot, Slots
 from toolkit.weights.source import Source
 from toolkit.weights.weight import Weight, parameter
 
-if TYPE_CHECKING:
-    from toolkit.weights.weight import Rows
-
 
 @dataclass(frozen=True, slots=True)
 class Projections:
@@ -40,28 +36,37 @@ class Router(nn.Module):
     """Chooses experts. Its weight is never quantized."""
 
     def __init__(
-        self, hidden: int, num_experts: int, source: Source, routing: Routing, bias: str | None
+        self,
+        hidden: int,
+        num_experts: int,
+        source: Source,
+        routing: Routing,
+        bias: tuple[str, tuple[int, ...]] | None,
+        dtype: torch.dtype | None,
     ) -> None:
-        """`bias`: name of the tensor that is added to the scores for the choice. None: none."""
+        """`bias`: name and shape of the tensor that is added to the scores for the choice, if there
+        is one; dtype: of the product. None: that of the model."""
         super().__init__()
-        with unquantized():
+        with unquantized(dtype):
             self.logits = Linear(hidden, num_experts, source, bias=False)
-        self._routing, self._bias_name = routing, bias
+        self._routing, self._bias_source = routing, bias
+        self._dtype = dtype or torch.get_default_dtype()
         zeros = torch.zeros(num_experts, dtype=torch.float32)
         self.bias = None if bias is None else parameter(zeros)
         kernels = kernels_for(zeros.device)
         self._route = reference.route if kernels is None else kernels.route
 
-    def forward(self, x: Rows, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (experts, their weights) of x [n, hidden]: int32 and fp32, [n, num_chosen].
 
         slots: cache slots [n]; tokens with a negative one are padding, with experts -1."""
-        return self._route(self.logits(x), self._routing, self.bias, slots)
+        return self._route(self.logits(x.to(self._dtype)), self._routing, self.bias, slots)
 
     def slots(self) -> Slots:
-        if self._bias_name is None or self.bias is None:
+        if self._bias_source is None or self.bias is None:
             return {}
-        return {self._bias_name: Slot(self.bias)}
+        name, shape = self._bias_source
+        return {name: Slot(self.bias.view(shape))}
 
 
 class Experts(nn.Module):

@@ -48,7 +48,7 @@ def layer_norm(config: Any, name: str) -> Join:
 
 class Bert(Encoder):
     prefix: ClassVar[str] = "bert"  # of tensor names
-    unused: ClassVar[tuple[str, ...]] = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids")
+    unused: tuple[str, ...] = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids")
 
     def __init__(self, config: Any, description: describe.Encoder) -> None:
         hidden, name = config.hidden_size, f"{self.prefix}.embeddings"

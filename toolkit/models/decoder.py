@@ -99,6 +99,7 @@ class Decoder(CausalLM):
         vocab, hidden = description.vocab_size, description.hidden_size
         super().__init__(vocab, hidden)
         self.description, self.tied = description, description.is_tied
+        self.unused = description.unused
         self.group, self.stage = current_group(), current_stage()
         self.has_table = self.stage.is_first or (self.stage.is_last and self.tied)
         if self.has_table:

@@ -137,6 +137,14 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
+class Correction:
+    """A number for each expert, added to its score for the choice only (arXiv:2412.19437)."""
+
+    name: str  # of the tensor
+    shape: tuple[int, ...]  # in the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A weighted sum of gated MLPs, a few of which are chosen for each token.
 
@@ -156,8 +164,8 @@ class Experts:
     scale: float = 1.0  # of the weights
     num_groups: int = 1
     num_chosen_groups: int = 1
-    correction: str | None = None
-    """Tensor [num_experts] that is added to the scores for the choice (arXiv:2412.19437)."""
+    correction: Correction | None = None
+    routes_in_float32: bool = False  # the router's product, too
     shared: MLP | None = None  # computed for every token
     shared_gate: Source | None = None  # its sigmoid is the weight of `shared`; None: 1
 
@@ -183,9 +191,10 @@ class Experts:
 
     def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
         """Yield (name, shape, is in fp32) of the weights that are never quantized."""
-        yield f"{self.router.name}.weight", (self.num_experts, hidden), False
+        shape = self.num_experts, hidden
+        yield f"{self.router.name}.weight", shape, self.routes_in_float32
         if self.correction is not None:
-            yield self.correction, (self.num_experts,), True
+            yield self.correction.name, self.correction.shape, True
         if self.shared_gate is not None:
             yield f"{self.shared_gate.name}.weight", (1, hidden), False
 
@@ -280,6 +289,7 @@ class Decoder:
     is_tied: bool = False  # the head's weight is the embedding table
     embed_scale: float = 1.0
     positions: Table | None = None  # learned positions, added to the embedding
+    unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
 
     @property
     def attention(self) -> list[Attention]:

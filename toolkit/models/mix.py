@@ -213,8 +213,14 @@ class ExpertsMix(Mix):
             experts.num_chosen_groups,
             experts.scale,
         )
+        bias = experts.correction
         self.router = Router(
-            hidden, experts.num_experts, experts.router, routing, experts.correction
+            hidden,
+            experts.num_experts,
+            experts.router,
+            routing,
+            None if bias is None else (bias.name, bias.shape),
+            torch.float32 if experts.routes_in_float32 else None,
         )
         sources = [Projections(*experts.expert(i)) for i in range(experts.num_experts)]
         own, size = expert_shards(experts.num_experts, experts.size)

@@ -35,7 +35,7 @@ class Model(nn.Module, abc.ABC):
     hidden_size: int
     dtype: torch.dtype  # of the activations
     architecture: str  # its name in config.json
-    unused: ClassVar[tuple[str, ...]] = ()  # substrings of checkpoint tensor names to ignore
+    unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

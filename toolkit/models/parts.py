@@ -35,13 +35,15 @@ def gated_mlp(config: Any, name: str, *, bias: bool = False) -> MLP:
     return MLP(config.intermediate_size, config.hidden_act, up, down, gate, bias)
 
 
-def gated_experts(config: Any, name: str, num_experts: int, **options: Any) -> Experts:
+def gated_experts(config: Any, name: str, counts: tuple[int, int], **options: Any) -> Experts:
     """Describe experts with projections named gate_proj, up_proj and down_proj.
 
-    `options`: other fields of `Experts`, and those with other values."""
+    `counts`: of all experts, and of those chosen for a token; `options`: other fields of `Experts`,
+    and those with other values."""
+    num_experts, num_chosen = counts
     given = {
         "num_experts": num_experts,
-        "num_chosen": config.num_experts_per_tok,
+        "num_chosen": num_chosen,
         "activation": config.hidden_act,
         "router": Source(f"{name}.gate"),
         **{one: Source(f"{name}.experts.{{}}.{one}_proj") for one in ("gate", "up", "down")},

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -38,7 +38,10 @@ _HEAD, _NEOX_HEAD = "lm_head.", "embed_out."
 class Loadable(Protocol):
     """A module that weights can be loaded into."""
 
-    unused: ClassVar[tuple[str, ...]]  # substrings of checkpoint tensor names to ignore
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Substrings of checkpoint tensor names to ignore."""
+        ...
 
     def slots(self) -> Slots: ...
 

@@ -71,12 +71,16 @@ def quantized(
 
 
 @contextmanager
-def unquantized() -> Iterator[None]:
-    """Build linear layers inside that are plain, whatever the model's format."""
-    token = _building.set(_PLAIN)
+def unquantized(dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Build linear layers inside that are plain, whatever the model's format.
+
+    dtype: of their weights. None: the default dtype."""
+    token, before = _building.set(_PLAIN), torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
     try:
         yield
     finally:
+        torch.set_default_dtype(before)
         _building.reset(token)
 
 

@@ -27,7 +27,7 @@ def describe(config: Config) -> Decoder:
         experts = gated_experts(
             config,
             block,
-            config.num_local_experts,
+            (config.num_local_experts, config.num_experts_per_tok),
             size=config.intermediate_size,
             renormalizes=True,
             **sources,

@@ -34,7 +34,7 @@ def describe(config: Config) -> Decoder:
         experts = gated_experts(
             config,
             f"{name}.mlp",
-            config.num_experts,
+            (config.num_experts, config.num_experts_per_tok),
             size=config.intermediate_size,
             renormalizes=config.norm_topk_prob,
         )
