@@ -30,7 +30,8 @@ def test_the_gpu_runner_adapts_as_the_cpu_runner(adapter, checkpoint, triton_run
         pytest.skip("Triton was imported without its interpreter")
     from toolkit.kernels.triton import lora
 
-    monkeypatch.setattr(lora, "PROGRAMS", 2)  # the interpreter takes a millisecond for each
+    for name in ("PROGRAMS", "MORE_PROGRAMS"):  # the interpreter takes a millisecond for each
+        monkeypatch.setattr(lora, name, 2)
     first, second = adapter("attention"), adapter("all")
     folders = {"first": first.folder, "second": second.folder}
     prompts = [PROMPT[:9], PROMPT[:4], PROMPT[:3]]
