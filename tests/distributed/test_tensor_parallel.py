@@ -77,9 +77,10 @@ def test_ranks_with_complete_experts_equal_transformers(sharded):
     check_tokens_and_logprobs(llm, "qwen3-moe", prompts_for("qwen3-moe"), NEW_TOKENS)
 
 
-def test_expert_parallelism_is_refused_without_experts(checkpoint):
+@pytest.mark.parametrize("settings", [{}, {"model_impl": "transformers"}])
+def test_expert_parallelism_is_refused_without_experts(checkpoint, settings):
     with pytest.raises(ConfigError, match="--enable-expert-parallel: the model has no experts"):
-        LLM(str(checkpoint("qwen3")), enable_expert_parallel=True, **SMALL)
+        LLM(str(checkpoint("qwen3")), enable_expert_parallel=True, **SMALL | settings)
 
 
 def test_experts_that_ranks_do_not_divide_are_refused(checkpoint):

@@ -172,7 +172,7 @@ def estimate(
         isinstance(described, Decoder) and described.experts
     ):
         raise ConfigError(
-            f"--enable-expert-parallel: {checkpoint.name} has no experts.",
+            f"--enable-expert-parallel: {checkpoint.name} has no experts that tk splits.",
             param="enable_expert_parallel",
         )
     if device.kind == "cpu":

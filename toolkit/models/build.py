@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from toolkit.config import ModelConfig
+from toolkit.distributed import splits_experts
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.gguf.folder import is_gguf
 from toolkit.models import describe as describe_
@@ -95,6 +96,12 @@ def build_model(
     `quantization`: of its linear layers, see --quantization; `target`: the device that it is for,
     if it is built on another."""
     description = describe(config)
+    experts = description.experts if isinstance(description, describe_.Decoder) else []
+    if not experts and not splits_experts():
+        raise ConfigError(
+            "--enable-expert-parallel: the model has no experts that tk splits.",
+            param="enable_expert_parallel",
+        )
     formats = quantized(quantization, config.packings, target)
     with device, default_dtype(dtype), formats, torch.inference_mode():
         model: Model

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.attention import AttentionBatch
-from toolkit.distributed import current_group, current_stage, splits_experts
-from toolkit.errors import ConfigError
+from toolkit.distributed import current_group, current_stage
 from toolkit.layers import Embedding, Join, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.layers.replay import Replay
 from toolkit.models import describe
@@ -104,11 +103,6 @@ class Decoder(CausalLM):
         self.has_table = self.stage.is_first or (self.stage.is_last and self.tied)
         if self.has_table:
             self.embed = VocabularyEmbedding(description.embed, vocab, hidden, is_tied=self.tied)
-        if not splits_experts() and not description.experts:
-            raise ConfigError(
-                "--enable-expert-parallel: the model has no experts.",
-                param="enable_expert_parallel",
-            )
         positions = description.positions
         if positions is not None and self.stage.is_first:
             self.embed_positions = Embedding(positions.name, positions.size, hidden)
