@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .activation import apply
 from .epilogue import dot
-from .fp8 import _unpacked
+from .fp8 import unpacked
 from .matmul import like, load_once
 from .pdl import fetch, release, wait
 from .routing import FIELDS
@@ -41,7 +41,7 @@ def _products(weight, x, SCALED: tl.constexpr):
         even, odd = tl.split(tl.reshape(x, [1, CHOICES, COLUMNS // 4, 2, 2]))
         x_a, x_c = tl.split(even)
         x_b, x_d = tl.split(odd)
-        a, b, c, d = _unpacked(weight)
+        a, b, c, d = unpacked(weight)
         sums = a * x_a + b * x_b + c * x_c + d * x_d
     else:
         products = tl.reshape(

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from .activation import check_kind
@@ -24,7 +25,7 @@ from .expert_kernels import down_kernel, sum_kernel, up_kernel, vector_down_kern
 from .fp8 import FP8, quantize
 from .matmul import shared_memory
 from .pdl import supported
-from .routing import Blocks, arrange, power_of_two
+from .routing import Blocks, arrange
 
 FEW_TOKENS = 16  # tokens up to which they are one tile, without blocks
 FEW_PAIRS = 32  # pairs of a block up to which it is bound by reading the weights
@@ -125,7 +126,7 @@ def best_tiles(num_tokens: int, num_chosen: int, up: Tensor, down: Tensor) -> Ti
         tokens = 8 if num_tokens <= 8 else 16
     else:
         most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
-        tokens = min(128, max(16, power_of_two(2 * most * num_chosen // len(up))))
+        tokens = min(128, max(16, triton.next_power_of_2(2 * most * num_chosen // len(up))))
     return Tiles(_best_tile(tokens, up), _best_tile(tokens, down))
 
 
@@ -177,7 +178,7 @@ def _run_vector(
     num_chosen, (hidden, size) = chosen.ids.shape[1], down.values.shape[1:]
     is_scaled = up.scale is not None
     rows = 4 if is_scaled else 2
-    choices = power_of_two(num_chosen)
+    choices = triton.next_power_of_2(num_chosen)
     inner = torch.empty((num_chosen, size), dtype=x.dtype, device=x.device)
     pdl = supported(x.device)
     vector_up_kernel[(-(-size // rows), num_chosen)](
@@ -188,7 +189,7 @@ def _run_vector(
         size,
         hidden,
         ROWS=rows,
-        COLUMNS=min(VECTOR, max(16, power_of_two(hidden))),
+        COLUMNS=min(VECTOR, max(16, triton.next_power_of_2(hidden))),
         SCALED=is_scaled,
         KIND=activation,
         PDL=pdl,
@@ -203,7 +204,7 @@ def _run_vector(
         hidden,
         size,
         ROWS=rows,
-        COLUMNS=min(VECTOR // choices, max(16, power_of_two(size))),
+        COLUMNS=min(VECTOR // choices, max(16, triton.next_power_of_2(size))),
         CHOSEN=num_chosen,
         CHOICES=choices,
         SCALED=is_scaled,
@@ -270,7 +271,7 @@ def _run_tiles(
         out,
         hidden,
         CHOSEN=num_chosen,
-        CHOICES=power_of_two(num_chosen),
+        CHOICES=triton.next_power_of_2(num_chosen),
         CHUNK=CHUNK,
         PDL=pdl,
         launch_pdl=pdl,
@@ -299,7 +300,7 @@ def _constants(
     step = tile.columns * (tile.tokens * x.values.itemsize + tile.rows * values.itemsize)
     return {
         "CHOSEN": num_chosen,
-        "CHOICES": power_of_two(num_chosen),
+        "CHOICES": triton.next_power_of_2(num_chosen),
         "FEW": is_few,
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,

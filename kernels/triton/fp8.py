@@ -177,7 +177,7 @@ def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, SIZE_PAD: tl.constexpr, PD
 
 
 @triton.jit
-def _unpacked(words):
+def unpacked(words):
     """Return the four e4m3 numbers of each int32, lowest bits first, in fp32.
 
     The compiler's own code splits and rejoins bytes, with two more instructions for each."""
@@ -218,7 +218,7 @@ def _sums_by_four(words, x, COLUMNS: tl.constexpr):
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [1, COLUMNS // 4, 2, 2]))
     x_a, x_c = tl.split(even)
     x_b, x_d = tl.split(odd)
-    a, b, c, d = _unpacked(words)
+    a, b, c, d = unpacked(words)
     return a * x_a + b * x_b + c * x_c + d * x_d
 
 

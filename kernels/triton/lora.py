@@ -63,8 +63,46 @@ def shrink(x: Tensor, factors: Factors) -> Delta:
     NOTE: on Hopper, A is read before the kernel ahead ends: that kernel must not write it.
 
     Raises ValueError for other columns, or rows that are not contiguous."""
-    out = x.new_empty(len(x), factors.low.shape[1])
-    _run(x, factors, out, expands=False)
+    _check(x, factors)
+    num_tokens, in_features = x.shape
+    low_rows, rank = factors.low.shape[1], factors.up.shape[2]
+    tiles, tokens, tile = _tiles(num_tokens)
+    splits = 1 if tiles > SPLIT_TILES else _num_splits(in_features)
+    parts = counts = out = x.new_empty(num_tokens, low_rows)
+    if splits > 1:
+        parts = torch.empty((splits, num_tokens, low_rows), dtype=torch.float32, device=x.device)
+        most = min(num_tokens, len(factors.blocks))
+        counts = counters(x.device, tiles * most * (low_rows // RANK_BLOCK))
+    pdl = supported(x.device)
+    if num_tokens:
+        _shrink_kernel[(PROGRAMS,)](
+            x,
+            factors.low,
+            factors.blocks,
+            factors.places,
+            factors.used,
+            parts,
+            counts,
+            out,
+            num_tokens,
+            tiles,
+            in_features,
+            low_rows,
+            low_rows // rank,
+            splits,
+            TOKENS=tokens,
+            TILE=tile,
+            COLUMNS=COLUMNS,
+            WARPS=WARPS,
+            SPLITS=triton.next_power_of_2(splits),
+            EVEN=in_features % STEP == 0,
+            RANK=rank,
+            FETCHED=triton.next_power_of_2(max(STEP, min(4 * STEP, -(-in_features // splits)))),
+            LINE=LINE,
+            PDL=pdl,
+            launch_pdl=pdl,
+            num_warps=WARPS,
+        )
     return Delta(out, factors.up, factors.blocks, factors.parts, factors.places, factors.used)
 
 
@@ -72,78 +110,64 @@ def delta(x: Tensor, factors: Factors) -> Tensor:
     """Return x Aᵀ Bᵀ of each token's own adapter, `[num_tokens, rows]`; zeros if it has none.
 
     As `shrink` otherwise."""
-    out = x.new_empty(len(x), factors.up.shape[1])
-    _run(x, factors, out, expands=True)
+    _check(x, factors)
+    num_tokens, in_features = x.shape
+    num_rows, rank = factors.up.shape[1:]
+    low_rows = factors.low.shape[1]
+    tiles, tokens, tile = _tiles(num_tokens)
+    low, out = x.new_empty(num_tokens, low_rows), x.new_empty(num_tokens, num_rows)
+    pdl = supported(x.device)
+    if num_tokens:
+        _delta_kernel[(MORE_PROGRAMS,)](
+            x,
+            factors.low,
+            factors.up,
+            factors.blocks,
+            factors.bounds,
+            factors.places,
+            factors.used,
+            low,
+            out,
+            num_tokens,
+            tiles,
+            in_features,
+            low_rows,
+            num_rows,
+            low_rows // rank,
+            TOKENS=tokens,
+            TILE=tile,
+            COLUMNS=COLUMNS,
+            WARPS=WARPS,
+            EVEN=in_features % STEP == 0,
+            ROWS=max(16, FACTORS // triton.next_power_of_2(rank)),
+            STAGES=STAGES,
+            RANK=rank,
+            RANK_PAD=triton.next_power_of_2(rank),
+            PDL=pdl,
+            launch_pdl=pdl,
+            num_warps=WARPS,
+        )
     return out
 
 
-def _run(x: Tensor, factors: Factors, out: Tensor, *, expands: bool) -> None:
-    num_tokens, in_features = x.shape
-    num_slots, num_rows, rank = factors.up.shape
-    low_rows = factors.low.shape[1]
-    if not x.is_contiguous() or in_features != factors.low.shape[2]:
+def _check(x: Tensor, factors: Factors) -> None:
+    if not x.is_contiguous() or x.shape[1] != factors.low.shape[2]:
         raise ValueError(
             f"x must be [num_tokens, {factors.low.shape[2]}], contiguous, not {list(x.shape)}"
         )
-    if not num_tokens:
-        return
-    tokens = min(TOKENS, max(8, _power_of_two(num_tokens)))
+
+
+def _tiles(num_tokens: int) -> tuple[int, int, int]:
+    """Return (number of tiles for each adapter, tokens searched for a tile, tokens of one)."""
+    tokens = min(TOKENS, max(8, triton.next_power_of_2(num_tokens)))
     tile = min(TILE, tokens)
-    tiles = -(-num_tokens // tokens) * (tokens // tile)
-    splits = 1 if expands or tiles > SPLIT_TILES else _num_splits(in_features)
-    parts = counts = out
-    if splits > 1:
-        parts = torch.empty((splits, num_tokens, low_rows), dtype=torch.float32, device=x.device)
-        most = min(num_tokens, num_slots)
-        counts = counters(x.device, tiles * most * (low_rows // RANK_BLOCK))
-    low = x.new_empty(num_tokens, low_rows) if expands else out
-    pdl = supported(x.device)
-    _shrink_kernel[(MORE_PROGRAMS if expands else PROGRAMS,)](
-        x,
-        factors.low,
-        factors.up,
-        factors.blocks,
-        factors.bounds,
-        factors.places,
-        factors.used,
-        parts,
-        counts,
-        low,
-        out,
-        num_tokens,
-        tiles,
-        in_features,
-        low_rows,
-        num_rows,
-        low_rows // rank,
-        splits,
-        TOKENS=tokens,
-        TILE=tile,
-        COLUMNS=COLUMNS,
-        WARPS=WARPS,
-        SPLITS=_power_of_two(splits),
-        EVEN=in_features % STEP == 0,
-        EXPANDS=expands,
-        ROWS=max(16, FACTORS // _power_of_two(rank)),
-        STAGES=STAGES,
-        RANK=rank,
-        RANK_PAD=_power_of_two(rank),
-        FETCHED=_power_of_two(max(STEP, min(4 * STEP, -(-in_features // splits)))),
-        LINE=LINE,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=WARPS,
-    )
+    return -(-num_tokens // tokens) * (tokens // tile), tokens, tile
 
 
 def _num_splits(in_features: int) -> int:
     """Return the most programs that share a block. Each has columns."""
     steps = -(-in_features // STEP)
     return -(-steps // -(-steps // MAX_SPLITS))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @triton.jit
@@ -173,20 +197,16 @@ def _tile_tokens(own, tile, TOKENS: tl.constexpr, TILE: tl.constexpr):
 def _shrink_kernel(
     x_ptr,
     low_ptr,
-    up_ptr,
     block_ptr,
-    bound_ptr,
     place_ptr,
     used_ptr,
     share_ptr,
     count_ptr,
-    sum_ptr,
     out_ptr,
     num_tokens,
     tiles,
     in_features,
     low_rows,
-    num_rows,
     num_parts,
     most_splits,
     TOKENS: tl.constexpr,
@@ -195,16 +215,12 @@ def _shrink_kernel(
     WARPS: tl.constexpr,
     SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
-    EXPANDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
     RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
     FETCHED: tl.constexpr,
     LINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply blocks of A by x. If EXPANDS, multiply the result by B.
+    """Multiply blocks of A by x.
 
     NOTE: the product that follows reads x before its `wait`. So each program releases after its
     own."""
@@ -215,30 +231,19 @@ def _shrink_kernel(
     some = tl.maximum(num_used, 1)
     most = tl.maximum(tl.load(used_ptr + 1), 1)
     splits = 1
-    blocks_at_once = most
-    num_places = some
-    items = tl.where(num_used > 0, tiles * some * num_parts * most, 0)
-    if EXPANDS:  # a program computes all blocks of a tile; the last place is that of no adapter
-        blocks_at_once = 1
-        num_places = num_used + 1
-        items = tiles * num_places * num_parts
-    elif SPLITS > 1:
+    if SPLITS > 1:
         # Tiles that are not empty, at most. An adapter of few tokens has one.
         filled = tl.minimum(tiles * some, some + num_tokens // TILE) * num_parts * most
         splits = tl.minimum(tl.maximum(num_programs // 2 // filled, 1), most_splits)
     share = tl.cdiv(in_features, STEP * splits) * STEP
     splits = tl.cdiv(in_features, share)
-    items *= splits
+    items = tl.where(num_used > 0, tiles * some * num_parts * most * splits, 0)
     if PDL:
         split, block, part, place, tile = _unit(
-            tl.minimum(program, tl.maximum(items - 1, 0)),
-            splits,
-            num_parts,
-            blocks_at_once,
-            num_places,
+            tl.minimum(program, tl.maximum(items - 1, 0)), splits, num_parts, most, some
         )
-        slot = tl.load(used_ptr + 2 + tl.minimum(place, some - 1)).to(tl.int64)
-        if (program < items) & (place < num_used) & (block < tl.load(block_ptr + slot)):
+        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
+        if (program < items) & (block < tl.load(block_ptr + slot)):
             rank = part * RANK + block * RANKS + tl.arange(0, RANKS)
             line = split * share + tl.arange(0, FETCHED // LINE) * LINE
             line = tl.minimum(line, tl.minimum(split * share + share, in_features) - 1)
@@ -246,60 +251,19 @@ def _shrink_kernel(
     wait(PDL)
     release(PDL)
     for item in range(program, items, num_programs):
-        split, block, part, place, tile = _unit(item, splits, num_parts, blocks_at_once, num_places)
-        token = tile // (TOKENS // TILE) * TOKENS + tl.arange(0, TOKENS)
-        index = tl.load(place_ptr + token, mask=token < num_tokens, other=num_places)
-        slot = tl.load(used_ptr + 2 + tl.minimum(place, some - 1)).to(tl.int64)
-        blocks = tl.load(block_ptr + slot)
-        if EXPANDS:
-            index = tl.where(index < 0, num_used, index)
-            blocks = tl.where(place < num_used, blocks, 0)
+        split, block, part, place, tile = _unit(item, splits, num_parts, most, some)
+        index = _load_places(place_ptr, tile, num_tokens, TOKENS, TILE)
         token, own = _tile_tokens(index == place, tile, TOKENS, TILE)
-        x_rows = x_ptr + token.to(tl.int64) * in_features
-        lows = low_ptr + (slot * low_rows + part * RANK) * in_features
-        at_low = token * low_rows + part * RANK
-        begin = split * share
-        end = tl.minimum(begin + share, in_features)
-        is_used = tl.max(own.to(tl.int32)) > 0
-        if EXPANDS:
-            if is_used:
-                for other in range(blocks):
-                    rank = other * RANKS + tl.arange(0, RANKS)
-                    acc = _shrink(
-                        x_rows,
-                        lows + rank.to(tl.int64) * in_features,
-                        own,
-                        begin,
-                        end,
-                        in_features,
-                        COLUMNS,
-                        WARPS,
-                        EVEN,
-                    )
-                    acc = acc.to(sum_ptr.dtype.element_ty)
-                    tl.store(sum_ptr + at_low[None, :] + rank[:, None], acc, mask=own[None, :])
-                tl.debug_barrier()
-                _expand(
-                    sum_ptr + at_low,
-                    up_ptr + slot * num_rows * RANK,
-                    out_ptr + token.to(tl.int64) * num_rows,
-                    own,
-                    tl.load(bound_ptr + part),
-                    tl.load(bound_ptr + part + 1),
-                    blocks * RANKS,
-                    RANK,
-                    RANK_PAD,
-                    ROWS,
-                    STAGES,
-                )
-        elif is_used & (block < blocks):
-            rank = block * RANKS + tl.arange(0, RANKS)
+        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
+        if (tl.max(own.to(tl.int32)) > 0) & (block < tl.load(block_ptr + slot)):
+            rank = part * RANK + block * RANKS + tl.arange(0, RANKS)
+            begin = split * share
             acc = _shrink(
-                x_rows,
-                lows + rank.to(tl.int64) * in_features,
+                x_ptr + token.to(tl.int64) * in_features,
+                low_ptr + (slot * low_rows + rank) * in_features,
                 own,
                 begin,
-                end,
+                tl.minimum(begin + share, in_features),
                 in_features,
                 COLUMNS,
                 WARPS,
@@ -310,13 +274,95 @@ def _shrink_kernel(
                 share_ptr,
                 count_ptr + item // splits,
                 out_ptr,
-                at_low[None, :] + rank[:, None],
+                (token * low_rows)[None, :] + rank[:, None],
                 own,
                 split,
                 splits,
                 num_tokens * low_rows,
                 SPLITS,
             )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tiles", "num_parts"])
+def _delta_kernel(
+    x_ptr,
+    low_ptr,
+    up_ptr,
+    block_ptr,
+    bound_ptr,
+    place_ptr,
+    used_ptr,
+    sum_ptr,
+    out_ptr,
+    num_tokens,
+    tiles,
+    in_features,
+    low_rows,
+    num_rows,
+    num_parts,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute x Aᵀ Bᵀ of tiles: those of each adapter and, in the last place, of none."""
+    num_used = tl.load(used_ptr)
+    wait(PDL)
+    release(PDL)
+    items = tiles * (num_used + 1) * num_parts
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        _, _, part, place, tile = _unit(item, 1, num_parts, 1, num_used + 1)
+        index = _load_places(place_ptr, tile, num_tokens, TOKENS, TILE)
+        token = tile // (TOKENS // TILE) * TOKENS + tl.arange(0, TOKENS)
+        index = tl.where((index < 0) & (token < num_tokens), num_used, index)
+        token, own = _tile_tokens(index == place, tile, TOKENS, TILE)
+        if tl.max(own.to(tl.int32)) > 0:
+            slot = tl.load(used_ptr + 2 + tl.minimum(place, tl.maximum(num_used - 1, 0)))
+            slot = slot.to(tl.int64)
+            blocks = tl.where(place < num_used, tl.load(block_ptr + slot), 0)
+            at_low = token * low_rows + part * RANK
+            for block in range(blocks):
+                rank = block * RANKS + tl.arange(0, RANKS)
+                acc = _shrink(
+                    x_ptr + token.to(tl.int64) * in_features,
+                    low_ptr + (slot * low_rows + part * RANK + rank) * in_features,
+                    own,
+                    0,
+                    in_features,
+                    in_features,
+                    COLUMNS,
+                    WARPS,
+                    EVEN,
+                )
+                acc = acc.to(sum_ptr.dtype.element_ty)
+                tl.store(sum_ptr + at_low[None, :] + rank[:, None], acc, mask=own[None, :])
+            tl.debug_barrier()  # all threads have written
+            _expand(
+                sum_ptr + at_low,
+                up_ptr + slot * num_rows * RANK,
+                out_ptr + token.to(tl.int64) * num_rows,
+                own,
+                tl.load(bound_ptr + part),
+                tl.load(bound_ptr + part + 1),
+                blocks * RANKS,
+                RANK,
+                RANK_PAD,
+                ROWS,
+                STAGES,
+            )
+
+
+@triton.jit
+def _load_places(place_ptr, tile, num_tokens, TOKENS: tl.constexpr, TILE: tl.constexpr):
+    """Return the places of the tokens that are searched for a tile; -1: no adapter, or no token."""
+    token = tile // (TOKENS // TILE) * TOKENS + tl.arange(0, TOKENS)
+    return tl.load(place_ptr + token, mask=token < num_tokens, other=-1)
 
 
 @triton.jit

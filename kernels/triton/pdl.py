@@ -108,6 +108,7 @@ EARLY = {
         fetched=("up_ptr",),
         with_adapters=("x_ptr",),
     ),
+    "lora._delta_kernel": Early(step=("used_ptr",)),
     "lora._shrink_kernel": Early(constant=("block_ptr",), step=("used_ptr",), fetched=("low_ptr",)),
     "matmul._tile_kernel": Early(
         constant=("scale_ptr", "bias_ptr", "norm_ptr", "row_part_ptr", "block_ptr"),

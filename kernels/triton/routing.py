@@ -52,12 +52,12 @@ def route(
         weights,
         float(routing.scale),  # integers would be compiled for their value
         CHOSEN=routing.num_chosen,
-        CHOSEN_PAD=power_of_two(routing.num_chosen),
+        CHOSEN_PAD=triton.next_power_of_2(routing.num_chosen),
         GROUPS=routing.num_groups,
-        GROUPS_PAD=power_of_two(routing.num_groups),
+        GROUPS_PAD=triton.next_power_of_2(routing.num_groups),
         CHOSEN_GROUPS=routing.num_chosen_groups,
         SIZE=size,
-        SIZE_PAD=power_of_two(size),
+        SIZE_PAD=triton.next_power_of_2(size),
         SIGMOID=routing.scores == "sigmoid",
         RENORMALIZE=routing.renormalize,
         BIASED=bias is not None,
@@ -121,17 +121,12 @@ def arrange(ids: Tensor, num_experts: int, size: int) -> Blocks:
         most,
         size,
         PAIRS=PAIRS,
-        EXPERTS=power_of_two(num_experts),
+        EXPERTS=triton.next_power_of_2(num_experts),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=8,
     )
     return Blocks(size, pairs, table)
-
-
-def power_of_two(n: int) -> int:
-    """Return the least power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 @triton.jit

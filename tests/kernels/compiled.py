@@ -18,7 +18,7 @@ from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_ker
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
 from toolkit.kernels.triton.grouped import _grouped_kernel
 from toolkit.kernels.triton.logprobs import _blocks_kernel, _records_kernel
-from toolkit.kernels.triton.lora import _shrink_kernel
+from toolkit.kernels.triton.lora import _delta_kernel, _shrink_kernel
 from toolkit.kernels.triton.matmul import _tile_kernel
 from toolkit.kernels.triton.norm import _join_kernel
 from toolkit.kernels.triton.rotary import _qk_norm_rope_write_kernel
@@ -140,18 +140,7 @@ ADAPTERS = dict.fromkeys(
     ("block_ptr", "bound_ptr", "row_part_ptr", "place_ptr", "used_ptr"), "*i32"
 )
 TILE_TYPES |= ADAPTERS
-SHRINK = {
-    "COLUMNS": 64,
-    "WARPS": 4,
-    "ROWS": 256,
-    "STAGES": 3,
-    "RANK": 16,
-    "RANK_PAD": 16,
-    "FETCHED": 256,
-    "LINE": 64,
-    "EVEN": True,
-    "PDL": True,
-}
+FACTORS = {"COLUMNS": 64, "WARPS": 4, "RANK": 16, "EVEN": True, "PDL": True}
 TILE = {
     "COLUMNS": 128,
     "FETCHED": 256,
@@ -196,9 +185,12 @@ def compile_grouped(
 
 def compile_adapters() -> None:
     types = ADAPTERS | {"share_ptr": "*fp32", "count_ptr": "*i32"}
-    for tokens, splits, expands in ((8, 32, False), (64, 16, False), (64, 1, True)):
-        rows = {"TOKENS": tokens, "TILE": min(tokens, 16), "SPLITS": splits, "EXPANDS": expands}
-        compile_kernel(f"shrink, {tokens} tokens", _shrink_kernel, types, SHRINK | rows, 4, 3)
+    for tokens, splits in ((8, 32), (64, 16)):
+        rows = {"TOKENS": tokens, "TILE": min(tokens, 16), "SPLITS": splits}
+        shrink = FACTORS | rows | {"FETCHED": 256, "LINE": 64}
+        compile_kernel(f"shrink, {tokens} tokens", _shrink_kernel, types, shrink, 4, 3)
+    delta = {"TOKENS": 64, "TILE": 16, "ROWS": 256, "STAGES": 3, "RANK_PAD": 16}
+    compile_kernel("delta", _delta_kernel, types, FACTORS | delta, 4, 3)
     end = {"KIND": "silu", "GATED": True, "RANK": 16, "PARTED": True, "PDL": True}
     types = ADAPTERS | {"scale_ptr": "*fp32"}
     row = {"COLUMNS": 2048, "EVEN": True, "BIASED": False}

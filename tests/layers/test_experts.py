@@ -41,9 +41,9 @@ def make(kind: str, tensors: dict[str, Tensor], own: Shard, size: Shard) -> Expe
     """Return a rank's experts, filled."""
     experts: Experts
     if kind == "listed":
-        experts = ListedExperts(HIDDEN, SIZE, SOURCES, "silu", own)
+        experts = ListedExperts(HIDDEN, SIZE, SOURCES, own, "silu")
     else:
-        experts = StackedExperts(HIDDEN, size, SOURCES, "silu", own, KERNELS)
+        experts = StackedExperts(HIDDEN, size, SOURCES, own, "silu", KERNELS)
     found = set()
     for module in experts.modules():
         slots = module.slots() if hasattr(module, "slots") else {}
@@ -111,7 +111,7 @@ def test_stacked_experts_in_fp8(tensors):
 
 
 def test_other_formats_of_stacked_experts_are_refused():
-    with quantized("int8"), pytest.raises(ConfigError, match="other than fp8"):
+    with quantized("int8"), pytest.raises(ConfigError, match="not in other quantizations"):
         StackedExperts(
-            HIDDEN, even_shard(SIZE, ""), SOURCES, "silu", full_shard(NUM_EXPERTS), KERNELS
+            HIDDEN, even_shard(SIZE, ""), SOURCES, full_shard(NUM_EXPERTS), "silu", KERNELS
         )

@@ -69,7 +69,6 @@ class EngineCore:
             max_loras=config.lora.max_loras,
             most_drafts=info.most_drafts,
             most_step_drafts=info.most_step_drafts,
-            drafts_on_device=info.drafts_on_device,
             step_seconds=info.step_seconds,
             verify_seconds=info.verify_seconds,
         )
@@ -264,6 +263,7 @@ class EngineCore:
             name=new.id,
             origin=new.origin,
             arrived_at=new.arrival,
+            drafts_on_device=self.info.drafts_on_device,
         )
         # The first sequence reports the prompt's log-probabilities for all of them.
         request.num_prompt_logprobs = spec.num_prompt_tokens if index else new.num_prompt_logprobs

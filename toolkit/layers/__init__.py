@@ -4,10 +4,9 @@ from toolkit.layers.embedding import Embedding, VocabularyEmbedding
 from toolkit.layers.experts import Experts, ListedExperts, Projections, Router, StackedExperts
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear, OutputHead
 from toolkit.layers.norm import Join, Norm
-from toolkit.layers.stream import Computed, Stream
+from toolkit.layers.stream import Stream
 
 __all__ = [
-    "Computed",
     "Embedding",
     "Experts",
     "GatedLinear",

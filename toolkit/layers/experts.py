@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from toolkit.weights.plain import PlainWeight
 from toolkit.weights.quantization import find_packing, new_weight, unquantized
 from toolkit.weights.slots import JoinedSlot, Slot, Slots
 from toolkit.weights.source import Source
-from toolkit.weights.weight import Weight, parameter
+from toolkit.weights.weight import parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +71,39 @@ class Router(nn.Module):
         return {name: Slot(self.bias.view(shape))}
 
 
-class Experts(nn.Module):
+class Experts(nn.Module, abc.ABC):
     """The sum of what each token's experts compute, times their weights.
 
     Under tensor parallelism a rank has a part of each expert or, if `own` is not full, complete
     experts. Either way it computes a part of a sum over the ranks."""
 
-    own: Shard  # of the experts
+    def __init__(self, hidden: int, size: int, experts: Sequence[Projections], own: Shard) -> None:
+        """`size`: features of an expert, on all ranks; `own`: the experts of this rank."""
+        super().__init__()
+        self.hidden, self.size, self.experts, self.own = hidden, size, experts, own
 
-    def slots(self) -> Slots:
-        raise NotImplementedError
-
+    @abc.abstractmethod
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [n, hidden]; ids, weights: of `Router`, [n, num_chosen]. Returns [n, hidden]."""
-        raise NotImplementedError
+
+    def slots(self) -> Slots:
+        """Return slots that read nothing, for the experts of other ranks."""
+        inner, outer = (self.size, self.hidden), (self.hidden, self.size)
+        elsewhere = self.experts[: self.own.begin], self.experts[self.own.begin + self.own.count :]
+        return {
+            f"{source.name}.weight": JoinedSlot(shape, ())
+            for one in chain(*elsewhere)
+            for source, shape in ((one.gate, inner), (one.up, inner), (one.down, outer))
+        }
 
 
 class ListedExperts(Experts):
     """Experts that are layers of their own, in any format. Each that is chosen is called."""
 
     def __init__(
-        self,
-        hidden: int,
-        size: int,
-        experts: Sequence[Projections],
-        activation: str,
-        own: Shard,
+        self, hidden: int, size: int, experts: Sequence[Projections], own: Shard, activation: str
     ) -> None:
-        super().__init__()
-        self.own = own
-        self._elsewhere = [*experts[: own.begin], *experts[own.begin + own.count :]]
-        self._shapes = (size, hidden), (hidden, size)
+        super().__init__(hidden, size, experts, own)
         # Complete experts are not sharded further.
         with nullcontext() if splits_experts() else parallel(SINGLE):
             self.mlps = nn.ModuleList(
@@ -114,9 +118,8 @@ class ListedExperts(Experts):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        num_chosen = ids.shape[1]
         chosen, order = ids.flatten().sort(stable=True)
-        tokens, shares = order // num_chosen, weights.flatten()[order, None]
+        tokens, shares = order // ids.shape[1], weights.flatten()[order, None]
         numbers, counts = torch.unique_consecutive(chosen, return_counts=True)
         first = 0
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -128,15 +131,6 @@ class ListedExperts(Experts):
                 out.index_add_(0, tokens[part], y.float() * shares[part])
         return out.to(x.dtype)
 
-    def slots(self) -> Slots:
-        """Return slots that read nothing, for the experts of other ranks."""
-        inner, outer = self._shapes
-        return {
-            f"{source.name}.weight": JoinedSlot(shape, ())
-            for one in self._elsewhere
-            for source, shape in ((one.gate, inner), (one.up, inner), (one.down, outer))
-        }
-
 
 class StackedExperts(Experts):
     """Experts in one tensor for each projection, which GPU kernels multiply at once."""
@@ -146,65 +140,59 @@ class StackedExperts(Experts):
         hidden: int,
         size: Shard,
         experts: Sequence[Projections],
-        activation: str,
         own: Shard,
+        activation: str,
         kernels: Kernels,
     ) -> None:
         """`size`: this rank's features of an expert."""
-        super().__init__()
-        self.own, self._experts, self._activation = own, experts, activation
-        self._hidden, self._size, self._kernels = hidden, size, kernels
-        self.up: Weight = new_weight(own.count * 2 * size.count, hidden)
-        self.down: Weight = new_weight(own.count * hidden, size.count)
-        problem = None
-        if any(find_packing(one.gate.name) for one in experts):
-            problem = "this checkpoint's experts are quantized"
-        elif not isinstance(self.up, PlainWeight | FP8Weight):
-            problem = "--quantization other than fp8"
-        if problem:
-            raise ConfigError(
-                f"Models with experts run on GPUs in bfloat16, float16, float32 and FP8 "
-                f"(--quantization fp8); {problem} is not supported there."
-            )
+        super().__init__(hidden, size.total, experts, own)
+        self._activation, self._kernels, self._features = activation, kernels, size
+        self.up = self._weight(2 * size.count, hidden)
+        self.down = self._weight(hidden, size.count)
+        self._up, self._up_scale = self._stack(self.up)
+        self._down, self._down_scale = self._stack(self.down)
+
+    def _weight(self, rows: int, columns: int) -> PlainWeight | FP8Weight:
+        """Return a weight with so many rows of each expert. Raises ConfigError for other kinds."""
+        weight = new_weight(self.own.count * rows, columns)
+        is_packed = any(find_packing(one.gate.name) for one in self.experts)
+        if isinstance(weight, PlainWeight | FP8Weight) and not is_packed:
+            return weight
+        raise ConfigError(
+            f"Models with experts run on GPUs in bfloat16, float16, float32 and FP8 "
+            f"(--quantization fp8), "
+            f"{'not from quantized checkpoints' if is_packed else 'not in other quantizations'}."
+        )
+
+    def _stack(self, weight: PlainWeight | FP8Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (values [experts, rows, columns], scales [experts, rows] of FP8) of a weight."""
+        scales = weight.scales if isinstance(weight, FP8Weight) else None
+        count = self.own.count
+        return (
+            weight.values.view(count, -1, weight.shape[1]),
+            None if scales is None else scales.view(count, -1),
+        )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if not self.own.is_full:
             own = ids - self.own.begin
             ids = torch.where((own >= 0) & (own < self.own.count), own, -1)
-        count, size, hidden = self.own.count, self._size.count, self._hidden
-        up, down = self.up, self.down
-        assert isinstance(up, PlainWeight | FP8Weight)
-        assert isinstance(down, PlainWeight | FP8Weight)
-        up_scale = down_scale = None
-        if isinstance(up, FP8Weight) and isinstance(down, FP8Weight):
-            up_scale = up.scales.view(count, 2 * size)
-            down_scale = down.scales.view(count, hidden)
         return self._kernels.experts(
             x,
             ids,
             weights,
-            up.values.view(count, 2 * size, hidden),
-            down.values.view(count, hidden, size),
+            self._up,
+            self._down,
             self._activation,
-            up_scale,
-            down_scale,
+            self._up_scale,
+            self._down_scale,
         )
 
     def slots(self) -> Slots:
-        slots: Slots = {}
-        size, hidden = self._size, full_shard(self._hidden)
-        for index, one in enumerate(self._experts):
-            expert = index - self.own.begin
-            if not 0 <= expert < self.own.count:
-                for source, shape in (
-                    (one.gate, (size.total, hidden.total)),
-                    (one.up, (size.total, hidden.total)),
-                    (one.down, (hidden.total, size.total)),
-                ):
-                    slots[f"{source.name}.weight"] = JoinedSlot(shape, ())
-                continue
-            gate = 2 * expert * size.count
-            down = expert * hidden.count
+        slots = super().slots()
+        size, hidden = self._features, full_shard(self.hidden)
+        for index, one in enumerate(self.experts[self.own.entries]):
+            gate, down = 2 * index * size.count, index * hidden.count
             for source, weight, first, shards in (
                 (one.gate, self.up, gate, (size, hidden)),
                 (one.up, self.up, gate + size.count, (size, hidden)),

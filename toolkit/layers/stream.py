@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.kernels import reference
 from toolkit.layers.linear import Linear
 from toolkit.layers.norm import Join
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.matmul import Unscaled
-
-
-class Addend(Protocol):
-    """A product that the stream adds: a `Linear`, or one that is computed already."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def can_fuse_norms(self, x: torch.Tensor) -> bool: ...
-
-    def add_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        norm: reference.Norm,
-        square_sums: torch.Tensor,
-    ) -> Unscaled: ...
-
-
-class Computed:
-    """Takes the place of the last product of a branch that does not end with one."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def can_fuse_norms(self, x: torch.Tensor) -> bool:
-        return False
-
-    def add_norm(self, *_: object) -> Unscaled:
-        raise NotImplementedError("there is no product to fuse a norm into")
 
 
 class Stream:
@@ -53,11 +23,11 @@ class Stream:
         """x: [num_tokens, hidden], may be changed. `num_reads`: at most so many reads follow."""
         self.residual = x
         self._num_reads = num_reads
-        self._products: list[tuple[Addend, torch.Tensor]] = []
+        self._products: list[tuple[Linear | None, torch.Tensor]] = []
         self._square_sums: list[torch.Tensor] = []  # for fused norms, one per read
 
-    def add(self, product: Addend, x: torch.Tensor) -> None:
-        """Add product(x), by the next read."""
+    def add(self, product: Linear | None, x: torch.Tensor) -> None:
+        """Add product(x), or x if there is no product, by the next read."""
         self._products.append((product, x))
 
     def keep(self, tokens: torch.Tensor) -> None:
@@ -71,21 +41,24 @@ class Stream:
         products, self._products = self._products, []
         if not products:
             norms, _ = join(self.residual, None)
-        elif len(products) == 1 and into is not None and self._fuses(join, *products[0], into):
+        elif len(products) == 1 and self._fuses(join, *products[0], into):
             product, x = products[0]
+            assert product is not None
             sums = self._next_square_sums(x)
             return [product.add_norm(x, self.residual, join.arguments[0], sums)]
         else:
-            first, *others = (product(x) for product, x in products)
+            first, *others = (x if product is None else product(x) for product, x in products)
             for other in others[1:]:
                 first = first + other
             norms, self.residual = join(first, self.residual, *others[:1])
         return [*norms] or [self.residual]
 
     @staticmethod
-    def _fuses(join: Join, product: Addend, x: torch.Tensor, into: Linear) -> bool:
+    def _fuses(join: Join, product: Linear | None, x: torch.Tensor, into: Linear | None) -> bool:
         return (
-            join.is_plain
+            product is not None
+            and into is not None
+            and join.is_plain
             and not join.arguments[0].is_centered
             and product.can_fuse_norms(x)
             and into.can_fuse_norms(x)

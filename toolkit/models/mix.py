@@ -14,7 +14,6 @@ from toolkit.kernels.cpu.norm import DTYPES, RowNorm
 from toolkit.kernels.reference import Routing
 from toolkit.kernels.table import kernels_for
 from toolkit.layers import (
-    Computed,
     Experts,
     GatedLinear,
     Linear,
@@ -38,10 +37,10 @@ class Mix(nn.Module):
     """A branch without its norms. `input` and `output` are its first and its last product.
 
     `forward` computes all but the last, which the residual stream adds. Without `input`, several
-    products read what the branch reads."""
+    products read what the branch reads; without `output`, `forward` computes all of the branch."""
 
     input: Linear | None
-    output: Linear | Computed
+    output: Linear | None
 
 
 class AttentionMix(Mix):
@@ -204,7 +203,7 @@ class ExpertsMix(Mix):
 
     def __init__(self, experts: describe.Experts, hidden: int) -> None:
         super().__init__()
-        self.input, self.output = None, Computed()
+        self.input = self.output = None
         routing = Routing(
             experts.num_chosen,
             experts.scores,
@@ -227,9 +226,9 @@ class ExpertsMix(Mix):
         kernels = kernels_for(target_device())
         kind = activation_kind(experts.activation)
         if kernels is not None:
-            self.experts: Experts = StackedExperts(hidden, size, sources, kind, own, kernels)
+            self.experts: Experts = StackedExperts(hidden, size, sources, own, kind, kernels)
         else:
-            self.experts = ListedExperts(hidden, experts.size, sources, kind, own)
+            self.experts = ListedExperts(hidden, experts.size, sources, own, kind)
         self.shared = None if experts.shared is None else MLPMix(experts.shared, hidden)
         self.shared_gate = None
         if experts.shared_gate is not None:

@@ -35,7 +35,6 @@ class LiveRequests:
         max_loras: int = 0,
         most_drafts: int = 0,
         most_step_drafts: int = 0,
-        drafts_on_device: bool = False,
         step_seconds: Sequence[tuple[int, float]] = (),
         verify_seconds: Sequence[tuple[int, float]] = (),
     ) -> None:
@@ -44,8 +43,7 @@ class LiveRequests:
         `num_stages`: pipeline stages; that many steps in flight have different requests.
         `max_loras`: adapters that running requests may have.
         `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
-        do. `drafts_on_device`: see `WorkerInfo`. `step_seconds`, `verify_seconds`: see
-        `StepCosts`."""
+        do. `step_seconds`, `verify_seconds`: see `StepCosts`."""
         self.block_size = block_size
         self.num_stages = num_stages
         self.chunks_prompts = chunks_prompts
@@ -59,7 +57,7 @@ class LiveRequests:
         """In rank order, so that a preempted request has not been scheduled in the same step."""
         self._requests: dict[str, Request] = {}
         self._waiting: list[tuple[Rank, Request]] = []
-        self._rows = Rows(max_num_seqs, block_size, most_drafts, drafts_on_device=drafts_on_device)
+        self._rows = Rows(max_num_seqs, block_size, most_drafts)
         self.max_loras = max_loras
         self.adapters = Places[Request](max_loras)
         """The devices' places for adapters, by the adapters' keys."""

@@ -20,14 +20,7 @@ class Rows:
     at p modulo the width; the request copies them before they are overwritten
     (`Request.flush_tail`)."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        block_size: int,
-        most_drafts: int = 0,
-        *,
-        drafts_on_device: bool = False,
-    ) -> None:
+    def __init__(self, num_rows: int, block_size: int, most_drafts: int = 0) -> None:
         self.counts = np.zeros((NUM_COUNTS, num_rows), np.int32)
         self.computed, self.tokens, self.in_flight = self.counts[:3]
         self.prompts = np.zeros(num_rows, np.int32)  # tokens of the prompt
@@ -51,7 +44,7 @@ class Rows:
         self.numbers = np.zeros(num_rows, np.int64)
         self.stops = np.full((num_rows, 0), NO_TOKEN, np.int32)
         """Tokens that end the request, padded to the longest list."""
-        self._block_size, self._drafts_on_device = block_size, drafts_on_device
+        self._block_size = block_size
         self.flush_every = max(2, -(-LEAST_TAIL // (2 * block_size)))
         """Blocks after which a growing request flushes its tail: when half of it is full."""
         self.width = 2 * self.flush_every * block_size
@@ -70,8 +63,6 @@ class Rows:
         self.constrained[row] = request.grammar is not None
         self.drafts[row], self.fresh[row] = 0, 1
         self.most_drafts[row] = min(request.most_drafts, self.draft_tokens.shape[1])
-        if self._drafts_on_device and (request.grammar is not None or request.params.has_biases):
-            self.most_drafts[row] = 0
         self.rates.reset(row)
         self.clients[row], self.numbers[row] = request.client, request.number
         self._set_stops(row, request)

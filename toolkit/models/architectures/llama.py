@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from toolkit.models.describe import Decoder, Layer
+from toolkit.models.describe import MLP, Decoder, Experts, Layer
 from toolkit.models.model_config import DecoderConfig
 from toolkit.models.parts import attention, decoder, gated_mlp, pre_norm, rms_norm
 
@@ -16,8 +16,8 @@ class Config(DecoderConfig, kw_only=True):
 
 def describe(config: Config) -> Decoder:
     def layer(name: str, index: int) -> Layer:
-        bias = {"bias": config.attention_bias, "out_bias": config.attention_bias}
-        return llama_layer(config, name, mlp_bias=config.mlp_bias, **bias)
+        bias = config.attention_bias
+        return llama_layer(config, name, mlp_bias=config.mlp_bias, bias=bias, out_bias=bias)
 
     return decoder(config, layer, rms_norm(config, "model.norm"))
 
@@ -26,7 +26,7 @@ def llama_layer(
     config: Any,
     name: str,
     *,
-    mlp: Any = None,
+    mlp: MLP | Experts | None = None,
     mlp_bias: bool = False,
     **options: Any,
 ) -> Layer:

@@ -24,7 +24,12 @@ class Config(DecoderConfig, kw_only=True):
 
 def describe(config: Config) -> Decoder:
     def layer(name: str, index: int) -> Layer:
-        bias = {"bias": config.attention_bias, "out_bias": config.attention_out_bias}
-        return llama_layer(config, name, mlp_bias=config.mlp_bias, **bias)
+        return llama_layer(
+            config,
+            name,
+            mlp_bias=config.mlp_bias,
+            bias=config.attention_bias,
+            out_bias=config.attention_out_bias,
+        )
 
     return decoder(config, layer, rms_norm(config, "model.norm"))

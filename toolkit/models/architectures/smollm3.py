@@ -46,7 +46,14 @@ def describe(config: Config) -> Decoder:
 
     def layer(name: str, index: int) -> Layer:
         rope, window = config.rope() if rotates[index] else None, config.window(index)
-        attn = {"bias": bias, "out_bias": bias, "rope": rope, "window": window}
-        return llama_layer(config, name, mlp_bias=config.mlp_bias, **attn)
+        return llama_layer(
+            config,
+            name,
+            mlp_bias=config.mlp_bias,
+            bias=bias,
+            out_bias=bias,
+            rope=rope,
+            window=window,
+        )
 
     return decoder(config, layer, rms_norm(config, "model.norm"))
