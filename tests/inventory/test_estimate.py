@@ -192,7 +192,8 @@ def test_tensor_parallel_estimate_is_per_rank(checkpoint: Callable[[str], Path],
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "qwen2-tied-some-windows"]
+    "kind",
+    ["gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "qwen2-tied-some-windows", "glm4-moe"],
 )
 def test_pipeline_parallel_estimate_is_for_the_tightest_stage(
     checkpoint: Callable[[str], Path], kind: str

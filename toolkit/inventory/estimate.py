@@ -266,7 +266,7 @@ def _stages(
             last += nbytes(parameter)
     if is_tied:
         last += head
-    counts = split_layers(layers, count, layer_bytes[0], head)
+    counts = split_layers(layers, count, layer_bytes[layers - 1], head)
     begins = [sum(counts[:index]) for index in range(count)]
     weights = [
         sum(layer_bytes[i] for i in range(begin, begin + n))

@@ -228,7 +228,8 @@ def _stage_layers(description: describe.Decoder) -> range:
     if stage.count == 1:
         return range(num_layers)
     itemsize = torch.get_default_dtype().itemsize
-    layer = int(description.layer_size(0) * linear_bytes(itemsize))
+    # The first layers may have an MLP where the others have experts.
+    layer = int(description.layer_size(num_layers - 1) * linear_bytes(itemsize))
     head = description.vocab_size * description.hidden_size
     counts = split_layers(
         num_layers, stage.count, layer, head * (1 if quantizes_head() else itemsize)
