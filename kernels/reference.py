@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.kernels import mxfp4
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # greatest number of e4m3 (Micikevicius et al., arXiv:2209.05433)
 FP8_MIN_GREATEST = 2.0**-100
@@ -225,6 +227,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Activation functions by kind: see `triton.activation.KINDS`."""
 
 
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"clamped_swiglu": _clamped_swiglu}
+"""Functions of gate and up that are not act(gate) * up."""
+
+
+def gate_by(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """Return act(gate) * up, or a kind of GATES."""
+    return GATES[kind](gate, up) if kind in GATES else ACTIVATIONS[kind](gate) * up
+
+
 def activation(x: Tensor, kind: str) -> Tensor:
     """Return act(x), computed in fp32."""
     return ACTIVATIONS[kind](x.float()).to(x.dtype)
@@ -233,7 +249,7 @@ def activation(x: Tensor, kind: str) -> Tensor:
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """Return act(gate) * up of rows gate | up, computed in fp32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (ACTIVATIONS[kind](gate) * up).to(gate_up.dtype)
+    return gate_by(gate, up, kind).to(gate_up.dtype)
 
 
 def soft_cap_(logits: Tensor, cap: float) -> None:
@@ -299,31 +315,47 @@ def route(
     return ids.int(), weights
 
 
+class Stack(NamedTuple):
+    """A weight of each expert of a layer, contiguous."""
+
+    values: Tensor
+    """[num_experts, rows, columns], of x's type or FP8. MXFP4: int16 words, see `mxfp4`."""
+    scale: Tensor | None = None
+    """fp32 [num_experts, rows] of FP8; int32 [num_experts, steps, rows] of MXFP4."""
+    bias: Tensor | None = None  # [num_experts, rows], of x's type
+
+    def expert(self, index: int, columns: int) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of one expert in fp32. `columns`: of the weight."""
+        bias = None if self.bias is None else self.bias[index].float()
+        if self.scale is None:
+            return self.values[index].float(), bias
+        if self.values.dtype == torch.int16:
+            return mxfp4.dequantize(self.values[index], self.scale[index])[:, :columns], bias
+        return self.values[index].float() * self.scale[index, :, None], bias
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Stack,
+    down: Stack,
     activation: str,
-    up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """Return the weighted sum of what each token's experts compute, in fp32.
 
-    x: `[n, hidden]`; ids, weights: of `route`, or -1 for no expert; up: `[num_experts, 2 * size,
-    hidden]`, gate's rows, then up's; down: `[num_experts, hidden, size]`; scales of FP8 weights:
-    fp32, one per row. The gated products are rounded to the type of x."""
+    x: `[n, hidden]`; ids, weights: of `route`, or -1 for no expert; up: `2 * size` rows of
+    `hidden`, gate's, then up's, or in turn if `interleaved`; down: `hidden` rows of `size`. The
+    gated products are rounded to the type of x."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(len(up)):
+    for expert in range(len(up.values)):
         token, choice = (ids == expert).nonzero(as_tuple=True)
         if len(token):
-            wide = [
-                one[expert].float() * (1 if scale is None else scale[expert, :, None])
-                for one, scale in ((up, up_scale), (down, down_scale))
-            ]
-            inner = linear(x[token], wide[0], None, activation, gated=True)
-            part = linear(inner.float(), wide[1])
+            y = linear(x[token].float(), *up.expert(expert, x.shape[1]))
+            gate, up_y = (y[:, ::2], y[:, 1::2]) if interleaved else y.chunk(2, dim=1)
+            inner = gate_by(gate, up_y, activation).to(x.dtype)
+            part = linear(inner.float(), *down.expert(expert, inner.shape[1]))
             out.index_add_(0, token, part * weights[token, choice, None])
     return out.to(x.dtype)
 

@@ -43,7 +43,7 @@ def make_model(family: str, settings: dict, seed: int = 0) -> torch.nn.Module:
         for module in model.modules():
             is_norm = "Norm" in type(module).__name__
             for name, parameter in module.named_parameters(recurse=False):
-                if name == "bias" or is_norm:
+                if name.endswith("bias") or name == "sinks" or is_norm:
                     parameter.normal_(norm_mean if name == "weight" else 0.0, 0.3)
                 elif isinstance(module, torch.nn.Embedding):
                     parameter.normal_(0.0, parameter.shape[1] ** -0.5)

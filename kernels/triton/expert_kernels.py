@@ -8,10 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import apply
+from .activation import gated
 from .epilogue import dot
 from .fp8 import unpacked
 from .matmul import like, load_once
+from .mxfp4 import product as mxfp4_product
 from .pdl import fetch, release, wait
 from .routing import FIELDS
 
@@ -82,10 +83,21 @@ def _units(weight_ptr, row, in_features, SCALED: tl.constexpr):
 
 
 @triton.jit
+def _gated_row(output, is_up, size, INTERLEAVED: tl.constexpr):
+    """Return the weight's row of gate (0) or up (1) of an output."""
+    if INTERLEAVED:
+        row = 2 * output + is_up
+    else:
+        row = output + is_up * size
+    return row
+
+
+@triton.jit
 def vector_up_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     id_ptr,
     out_ptr,
     size,
@@ -93,6 +105,8 @@ def vector_up_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -105,8 +119,8 @@ def vector_up_kernel(
         return
     out_row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), size - 1)
     lane = tl.arange(0, 2 * ROWS)  # gate and up in turn
-    row = tl.minimum(tl.program_id(0) * ROWS + lane // 2, size - 1) + lane % 2 * size
-    row += expert * (2 * size)
+    output = tl.minimum(tl.program_id(0) * ROWS + lane // 2, size - 1)
+    row = _gated_row(output, lane % 2, size, INTERLEAVED) + expert * (2 * size)
     rows = _units(weight_ptr, row[:, None, None], in_features, SCALED)
     live = tl.full([1, 1, 1], 1, tl.int1)
     x_rows = x_ptr + tl.zeros([1, 1, 1], tl.int32)
@@ -114,8 +128,10 @@ def vector_up_kernel(
     sums = _row_sums(first, rows, x_rows, live, in_features, COLUMNS, SCALED)
     if SCALED:
         sums *= tl.load(scale_ptr + row)[:, None]
+    if BIASED:
+        sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     gate, up = tl.split(tl.reshape(sums, [ROWS, 2]))
-    y = apply(gate, KIND) * up
+    y = gated(gate, up, KIND)
     tl.store(out_ptr + choice * size + out_row, y.to(out_ptr.dtype.element_ty))
 
 
@@ -124,6 +140,7 @@ def vector_down_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     id_ptr,
     share_ptr,
     out_ptr,
@@ -134,6 +151,7 @@ def vector_down_kernel(
     CHOSEN: tl.constexpr,
     CHOICES: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS outputs of the token, of all its experts at once."""
@@ -148,11 +166,15 @@ def vector_down_kernel(
     first = _load_units(rows, 0, live, in_features, COLUMNS, SCALED)
     if SCALED:
         scale = tl.load(scale_ptr + row)
+    if BIASED:
+        bias = tl.load(bias_ptr + row).to(tl.float32)
     wait(PDL)
     x_rows = x_ptr + (choice * in_features)[None, :, None]
     sums = _row_sums(first, rows, x_rows, live, in_features, COLUMNS, SCALED)
     if SCALED:
         sums *= scale
+    if BIASED:
+        sums += bias
     y = tl.sum(sums * share[None, :], 1)
     tl.store(out_ptr + out_row, y.to(out_ptr.dtype.element_ty))
 
@@ -260,6 +282,7 @@ def up_kernel(
     x_scale_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     id_ptr,
     table_ptr,
     pair_ptr,
@@ -279,6 +302,9 @@ def up_kernel(
     EVEN: tl.constexpr,
     SCALED: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    MXFP4: tl.constexpr,
+    BIASED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -301,29 +327,40 @@ def up_kernel(
         return
     # Gate and up of an output are 8 rows apart: the tensor cores leave both in one thread.
     lane = tl.arange(0, ROWS)
-    row = tl.minimum(tile * OUTPUTS + lane // 16 * 8 + lane % 8, size - 1) + lane // 8 % 2 * size
+    output = tl.minimum(tile * OUTPUTS + lane // 16 * 8 + lane % 8, size - 1)
+    row = _gated_row(output, lane // 8 % 2, size, INTERLEAVED)
+    if MXFP4:
+        steps = tl.cdiv(in_features, 128)
+        scales = scale_ptr + expert * (2 * size * steps) + row
     row += expert * (2 * size)
     token = pair // CHOSEN
-    acc = _product(
-        weight_ptr + row * in_features,
-        x_ptr + token * in_features,
-        live,
-        in_features,
-        COLUMNS,
-        STAGES,
-        EVEN,
-        SCALED,
-        QUANTIZED,
-        FEW,
-    )
+    x_rows = x_ptr + token * in_features
+    if MXFP4:
+        rows = weight_ptr + row * (32 * steps)
+        acc = mxfp4_product(rows, scales, 2 * size, x_rows, live, in_features, STAGES, EVEN)
+    else:
+        acc = _product(
+            weight_ptr + row * in_features,
+            x_rows,
+            live,
+            in_features,
+            COLUMNS,
+            STAGES,
+            EVEN,
+            SCALED,
+            QUANTIZED,
+            FEW,
+        )
     release(PDL)
     if SCALED:
         acc *= tl.load(scale_ptr + row)[None, :]
     if QUANTIZED:
         acc *= tl.load(x_scale_ptr + token, mask=live, other=0.0)[:, None]
+    if BIASED:
+        acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
     pairs = tl.permute(tl.reshape(acc, [TOKENS, ROWS // 16, 2, 8]), [0, 1, 3, 2])
     gate, up = tl.split(pairs)
-    y = tl.reshape(apply(gate, KIND) * up, [TOKENS, OUTPUTS])
+    y = tl.reshape(gated(gate, up, KIND), [TOKENS, OUTPUTS])
     out_row = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     stored = live[:, None] & (out_row < size)[None, :]
     at = (pair * size)[:, None] + out_row[None, :]
@@ -336,6 +373,7 @@ def down_kernel(
     x_scale_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     id_ptr,
     table_ptr,
     pair_ptr,
@@ -356,6 +394,8 @@ def down_kernel(
     EVEN: tl.constexpr,
     SCALED: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    MXFP4: tl.constexpr,
+    BIASED: tl.constexpr,
     FETCHED: tl.constexpr,
     LINE: tl.constexpr,
     PDL: tl.constexpr,
@@ -376,33 +416,36 @@ def down_kernel(
         TOKENS,
     )
     is_used = tl.max(live.to(tl.int32), 0) > 0
-    row = expert * size + tl.minimum(tile * ROWS + tl.arange(0, ROWS), size - 1)
-    rows = weight_ptr + row * in_features
+    row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), size - 1)
+    length = in_features
+    if MXFP4:
+        steps = tl.cdiv(in_features, 128)
+        length = 32 * steps
+        scales = scale_ptr + expert * (size * steps) + row
+    row += expert * size
+    rows = weight_ptr + row * length
     if FETCHED and is_used:
-        line = tl.minimum(tl.arange(0, FETCHED // LINE) * LINE, in_features - 1)
+        line = tl.minimum(tl.arange(0, FETCHED // LINE) * LINE, length - 1)
         fetch(rows[:, None] + line[None, :])
     share = tl.load(share_ptr + pair, mask=live, other=0.0)
     wait(PDL)
     if not is_used:
         return
-    acc = _product(
-        rows,
-        x_ptr + pair * in_features,
-        live,
-        in_features,
-        COLUMNS,
-        STAGES,
-        EVEN,
-        SCALED,
-        QUANTIZED,
-        FEW,
-    )
+    x_rows = x_ptr + pair * in_features
+    if MXFP4:
+        acc = mxfp4_product(rows, scales, size, x_rows, live, in_features, STAGES, EVEN)
+    else:
+        acc = _product(
+            rows, x_rows, live, in_features, COLUMNS, STAGES, EVEN, SCALED, QUANTIZED, FEW
+        )
     if not FEW:
         release(PDL)
     if SCALED:
         acc *= tl.load(scale_ptr + row)[None, :]
     if QUANTIZED:
-        share *= tl.load(x_scale_ptr + pair, mask=live, other=0.0)
+        acc *= tl.load(x_scale_ptr + pair, mask=live, other=0.0)[:, None]
+    if BIASED:
+        acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
     acc *= share[:, None]
     out_row = tile * ROWS + tl.arange(0, ROWS)
     stored = live[:, None] & (out_row < size)[None, :]

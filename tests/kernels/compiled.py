@@ -241,11 +241,12 @@ def compile_experts() -> None:
     arranged = {"PAIRS": routing.PAIRS, "EXPERTS": 128, "PDL": True}
     compile_kernel("blocks of experts", routing._arrange_kernel, types, arranged, 8, 3)
     chosen = {"CHOSEN": 6, "CHOICES": 8, "PDL": True}
-    up, down = {"KIND": "silu"}, {"FETCHED": 256, "LINE": 64}
+    up, down = {"KIND": "silu", "INTERLEAVED": False}, {"FETCHED": 256, "LINE": 64}
+    chosen |= {"BIASED": False}
     for scaled in (False, True):
         kind = ", FP8" if scaled else ""
         weights = types | ({"weight_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32"} if scaled else {})
-        one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "PDL": True}
+        one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "BIASED": False, "PDL": True}
         for name, kernel, rest in (
             ("up", expert_kernels.vector_up_kernel, up | {"COLUMNS": 2048}),
             ("down", expert_kernels.vector_down_kernel, chosen | {"COLUMNS": 256}),
@@ -255,6 +256,7 @@ def compile_experts() -> None:
             quantized = scaled and tokens > experts.FEW_PAIRS
             shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns << quantized, "STAGES": 4}
             shape |= {"FEW": tokens == 8, "EVEN": True, "SCALED": scaled, "QUANTIZED": quantized}
+            shape |= {"MXFP4": False}
             given = weights | ({"x_ptr": "*fp8e4nv"} if quantized else {})
             for name, kernel, rest in (
                 ("up", expert_kernels.up_kernel, up),
@@ -262,7 +264,19 @@ def compile_experts() -> None:
             ):
                 title = f"{tokens} pairs of an expert, {name}{kind}"
                 compile_kernel(title, kernel, given, chosen | shape | rest, warps, 3)
-    constants = chosen | {"CHUNK": 1024}
+    weights = types | {"weight_ptr": "*i16", "scale_ptr": "*i32"}
+    up = {"KIND": "clamped_swiglu", "INTERLEAVED": True}
+    for tokens, rows, stages, warps in ((8, 64, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8)):
+        shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": 128, "STAGES": stages}
+        shape |= {"FEW": tokens == 8, "EVEN": False, "SCALED": False, "QUANTIZED": False}
+        shape |= {"MXFP4": True, "BIASED": True}
+        for name, kernel, rest in (
+            ("up", expert_kernels.up_kernel, up),
+            ("down", expert_kernels.down_kernel, down),
+        ):
+            title = f"{tokens} pairs of an expert, {name}, MXFP4"
+            compile_kernel(title, kernel, weights, chosen | shape | rest, warps, 3)
+    constants = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "CHUNK": 1024}
     compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.combinations import pairwise
-from toolkit.kernels import reference
+from toolkit.kernels import mxfp4, reference
+from toolkit.kernels.reference import Stack
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -51,7 +52,9 @@ class Case:
     chosen: int
     activation: str = "silu"
     dtype: torch.dtype = torch.float32
-    is_fp8: bool = False
+    kind: str = ""  # of the weights: "", fp8 or mxfp4
+    has_bias: bool = False
+    is_interleaved: bool = False
 
 
 def random_ids(case: Case) -> Tensor:
@@ -67,20 +70,48 @@ def make(case: Case, device: torch.device, ids: Tensor | None = None) -> dict[st
     up = torch.randn(case.experts, 2 * case.size, case.hidden) / case.hidden**0.5
     down = torch.randn(case.experts, case.hidden, case.size) / case.size**0.5
     down *= torch.linspace(0.5, 2, case.experts)[:, None, None]
-    call = {
-        "x": torch.randn(case.tokens, case.hidden).to(case.dtype),
-        "ids": ids,
-        "weights": torch.rand(ids.shape) + 0.1,
-    }
-    if case.is_fp8:
-        for name, weight in (("up", up), ("down", down)):
+    stacks = {}
+    for name, weight in (("up", up), ("down", down)):
+        bias = torch.randn(weight.shape[:2]).to(case.dtype) if case.has_bias else None
+        values, scale = weight.to(case.dtype), None
+        if case.kind == "fp8":
             weight *= torch.exp2(torch.linspace(-3, 3, weight.shape[1]))[:, None]
-            call[name], scale = reference.quantize_fp8(weight)
-            call[f"{name}_scale"] = scale[..., 0].contiguous()
-    else:
-        call |= {"up": up.to(case.dtype), "down": down.to(case.dtype)}
-    moved = {name: one.to(device) for name, one in call.items()}
-    return moved | {"activation": case.activation}
+            values, scale = reference.quantize_fp8(weight)
+            scale = scale[..., 0].contiguous()
+        elif case.kind == "mxfp4":
+            values, scale = random_mxfp4(weight.shape)
+        moved = (None if one is None else one.to(device) for one in (values, scale, bias))
+        stacks[name] = Stack(*moved)
+    return stacks | {
+        "x": torch.randn(case.tokens, case.hidden).to(device, case.dtype),
+        "ids": ids.to(device),
+        "weights": (torch.rand(ids.shape) + 0.1).to(device),
+        "activation": case.activation,
+        "interleaved": case.is_interleaved,
+    }
+
+
+def random_mxfp4(shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return words and scales in the order of the kernels. Words past the last column are used too,
+    since kernels multiply them by zeros."""
+    count, rows, columns = shape
+    steps = mxfp4.num_groups(columns) // mxfp4.GROUPS
+    words = torch.randint(-(2**15), 2**15, (count, rows, steps * mxfp4.GROUP), dtype=torch.int16)
+    scales = torch.randint(117, 123, (count, steps, rows, 4), dtype=torch.uint8)
+    return words, scales.view(torch.int32)[..., 0].contiguous()
+
+
+def random_blocks(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a checkpoint's bytes and scales, with all steps, and the weight in fp64."""
+    groups = mxfp4.num_groups(columns)
+    numbers = torch.randint(16, (rows, groups, 32), dtype=torch.uint8)
+    scales = torch.randint(117, 123, (rows, groups), dtype=torch.uint8)
+    column = torch.arange(groups * 32).view(groups, 32)
+    numbers[:, column >= columns] = 0
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    signed = torch.tensor(table + [-one for one in table], dtype=torch.float64)
+    weight = signed[numbers.long()] * 2.0 ** (scales.double() - 127)[..., None]
+    return numbers[..., ::2] | numbers[..., 1::2] << 4, scales, weight.flatten(1)[:, :columns]
 
 
 def rounded(row: Tensor) -> Tensor:
@@ -89,21 +120,37 @@ def rounded(row: Tensor) -> Tensor:
     return (values.double() * scale.double())[0]
 
 
+def wide(stack: Stack, columns: int) -> tuple[Tensor, Tensor]:
+    """Return (weight, bias or zeros) in fp64."""
+    values, scale, bias = stack
+    if values.dtype == torch.int16:
+        weight = torch.stack([mxfp4.dequantize(*one) for one in zip(values, scale, strict=True)])
+        weight = weight[..., :columns].double()
+    else:
+        weight = values.double() * (1 if scale is None else scale[..., None].double())
+    return weight, weight.new_zeros(weight.shape[:2]) if bias is None else bias.double()
+
+
 def by_token(call: dict[str, object], is_quantized: bool = False) -> Tensor:
     """Compute `experts` in fp64, one token and one of its experts after the other.
 
     is_quantized: with rows of x in FP8."""
-    up, down = (call[name].double() for name in ("up", "down"))
-    if "up_scale" in call:
-        up, down = up * call["up_scale"][..., None], down * call["down_scale"][..., None]
+    up, up_bias = wide(call["up"], call["x"].shape[1])
+    down, down_bias = wide(call["down"], up.shape[1] // 2)
     out = torch.zeros_like(call["x"], dtype=torch.float64)
     for token, ids in enumerate(call["ids"].tolist()):
         x = call["x"][token].double()
         for choice, expert in enumerate(ids):
             if expert >= 0:
-                gate, up_y = (up[expert] @ (rounded(x) if is_quantized else x)).chunk(2)
-                inner = reference.ACTIVATIONS[call["activation"]](gate) * up_y
+                y = up[expert] @ (rounded(x) if is_quantized else x) + up_bias[expert]
+                gate, up_y = (y[::2], y[1::2]) if call["interleaved"] else y.chunk(2)
+                if call["activation"] == "clamped_swiglu":
+                    gate, up_y = gate.clamp(max=7), up_y.clamp(-7, 7) + 1
+                    inner = gate / (1 + torch.exp(-1.702 * gate)) * up_y
+                else:
+                    inner = reference.ACTIVATIONS[call["activation"]](gate) * up_y
                 part = down[expert] @ (rounded(inner) if is_quantized else inner)
+                part += down_bias[expert]
                 out[token] += call["weights"][token, choice].double() * part
     return out
 
@@ -118,8 +165,9 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
 def check(kernels, call: dict[str, object], tiles: object = None) -> None:
     y = kernels.experts(**call, tiles=tiles)
     assert y.dtype == call["x"].dtype
-    used = tiles or kernels.best_tiles(*call["ids"].shape, call["up"], call["down"])
-    is_quantized = call["up"].dtype == reference.FP8 and used.quantizes_x
+    up, down = call["up"].values, call["down"].values
+    used = tiles or kernels.best_tiles(*call["ids"].shape, call["up"], down.shape[:0:-1])
+    is_quantized = up.dtype == reference.FP8 and used.quantizes_x
     assert_close(y, reference.experts(**call), QUANTIZED_TOLERANCE if is_quantized else None)
 
 
@@ -131,9 +179,9 @@ def tiles(kernels, tokens: int, rows: int = 32, columns: int = 32) -> object:
 # The reference
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_reference_equals_a_loop_over_tokens(is_fp8):
-    call = make(Case(7, 20, 12, 5, 2, "gelu_tanh", is_fp8=is_fp8), torch.device("cpu"))
+@pytest.mark.parametrize("kind", ["", "fp8"])
+def test_reference_equals_a_loop_over_tokens(kind):
+    call = make(Case(7, 20, 12, 5, 2, "gelu_tanh", kind=kind), torch.device("cpu"))
     call["ids"][3] = -1
     call["ids"][4, 0] = -1
     assert_close(reference.experts(**call), by_token(call))
@@ -142,8 +190,8 @@ def test_reference_equals_a_loop_over_tokens(is_fp8):
 
 def test_reference_equals_a_plain_product_for_one_expert():
     call = make(Case(5, 20, 12, 1, 1), torch.device("cpu"), torch.zeros(5, 1, dtype=torch.int32))
-    gate, up = F.linear(call["x"], call["up"][0]).chunk(2, dim=1)
-    expected = F.linear(F.silu(gate) * up, call["down"][0]) * call["weights"]
+    gate, up = F.linear(call["x"], call["up"].values[0]).chunk(2, dim=1)
+    expected = F.linear(F.silu(gate) * up, call["down"].values[0]) * call["weights"]
     assert_close(reference.experts(**call), expected)
 
 
@@ -151,19 +199,26 @@ def test_reference_equals_a_plain_product_for_one_expert():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "tokens", "is_fp8"),
+    ("dtype", "sizes", "tokens", "kind", "end"),
     pairwise(
         DTYPES,
         [(128, 64, 8, 2), (48, 80, 4, 3), (33, 19, 6, 1), (1, 1, 2, 2)],
         [1, 2, 11, 33],
-        [False, True],
+        ["", "fp8", "mxfp4"],
+        ["silu", "clamped_swiglu", "interleaved"],
     ),
     ids=str,
 )
-def test_sizes_and_types(kernels, device, dtype, sizes, tokens, is_fp8):
-    if device.type == "cuda" and is_fp8 and dtype == torch.float32:
+def test_sizes_and_types(kernels, device, dtype, sizes, tokens, kind, end):
+    """Ends: of experts with biases, and rows of gate and up in turn."""
+    if device.type == "cuda" and kind == "fp8" and dtype == torch.float32:
         pytest.skip("on a GPU, FP8 weights need 16-bit activations (toolkit.weights.fp8)")
-    check(kernels, make(Case(tokens, *sizes, dtype=dtype, is_fp8=is_fp8), device))
+    if kind == "mxfp4" and dtype == torch.float16:
+        pytest.skip("MXFP4 needs bf16 or fp32")
+    has_bias, is_interleaved = end != "silu", end == "interleaved"
+    activation = "silu" if end == "silu" else "clamped_swiglu"
+    case = Case(tokens, *sizes, activation, dtype, kind, has_bias, is_interleaved)
+    check(kernels, make(case, device))
 
 
 @pytest.mark.parametrize("kind", ["gelu_tanh", "relu"])
@@ -172,19 +227,19 @@ def test_activations(kernels, device, tokens, kind):
     check(kernels, make(Case(tokens, 32, 16, 4, 2, kind), device))
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("kind", ["", "fp8"])
 @pytest.mark.parametrize("tokens", [8, 16, 64, 128])
-def test_wide_and_narrow_tiles(kernels, device, tokens, is_fp8):
+def test_wide_and_narrow_tiles(kernels, device, tokens, kind):
     """Blocks of one expert, several of them, and experts that are not full."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    call = make(Case(150, 48, 24, 3, 2, dtype=dtype, is_fp8=is_fp8), device)
+    call = make(Case(150, 48, 24, 3, 2, dtype=dtype, kind=kind), device)
     check(kernels, call, tiles=tiles(kernels, tokens))
 
 
 @pytest.mark.parametrize("tokens", [64, 128])
 def test_large_blocks_of_fp8_weights_quantize_x(kernels, device, tokens):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    call = make(Case(80, 48, 24, 3, 2, dtype=dtype, is_fp8=True), device)
+    call = make(Case(80, 48, 24, 3, 2, dtype=dtype, kind="fp8"), device)
     call["x"] *= torch.exp2(torch.arange(80, device=device) % 5)[:, None].to(dtype)
     y = kernels.experts(**call, tiles=tiles(kernels, tokens))
     assert_close(y, by_token(call, is_quantized=True), 0.01)
@@ -213,7 +268,7 @@ def test_experts_without_tokens_are_not_read(kernels, device, tokens):
     expected = reference.experts(**call)
     others = sorted(set(range(9)) - set(call["ids"].flatten().tolist()))
     assert len(others) == 5
-    call["up"][others] = call["down"][others] = NAN
+    call["up"].values[others] = call["down"].values[others] = NAN
     assert_close(kernels.experts(**call), expected)
 
 
@@ -250,19 +305,17 @@ def test_no_tokens_have_no_results(kernels, device):
 @pytest.mark.parametrize("num_experts", [8, 60, 128])
 @pytest.mark.parametrize("chosen", [2, 4, 8])
 @pytest.mark.parametrize("sizes", [(2048, 768), (4096, 14336)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, reference.FP8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, reference.FP8, torch.int16], ids=str)
 def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, sizes, dtype):
     """Warm-up compiles the kernels of one number of tokens per class."""
     from toolkit.worker.graph_policy import MIXED_TOKENS
 
-    hidden, size = sizes
-    up = torch.empty(num_experts, 2 * size, hidden, dtype=dtype, device="meta")
-    down = torch.empty(num_experts, hidden, size, dtype=dtype, device="meta")
+    up = Stack(torch.empty(num_experts, 2, 1, dtype=dtype, device="meta"))
     matmul_classes = {1, 8, 16, 32, 48, 64}
     assert set(kernels.ROW_CLASSES) <= matmul_classes | set(MIXED_TOKENS)
 
     def choice(n: int) -> tuple[object, bool]:
-        best = kernels.best_tiles(n, chosen, up, down)
+        best = kernels.best_tiles(n, chosen, up, sizes)
         return best, best.hold(n)
 
     last = kernels.ROW_CLASSES[-1]
@@ -272,21 +325,70 @@ def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, 
 
 
 def test_unsupported_inputs_are_errors(kernels):
-    call = make(Case(2, 16, 32, 4, 2), torch.device("cpu"))
-    fp8 = make(Case(2, 16, 32, 4, 2, is_fp8=True), torch.device("cpu"))
+    call = make(Case(2, 16, 32, 4, 2, has_bias=True), torch.device("cpu"))
+    fp8 = make(Case(2, 16, 32, 4, 2, kind="fp8"), torch.device("cpu"))
+    mx = make(Case(2, 16, 32, 4, 2, kind="mxfp4"), torch.device("cpu"))
+    up, bias = call["up"], call["up"].bias
+    short = fp8["down"].scale[:, 1:].contiguous()
     for change, message in (
         ({"activation": "swish"}, "not one of"),
         ({"x": call["x"].T.contiguous().T}, "contiguous"),
-        ({"up": call["up"][:, 1:].contiguous()}, "must be .num_experts"),
+        ({"up": Stack(up.values[:, 1:].contiguous())}, "down must be"),
         ({"ids": call["ids"].long()}, "must be int32"),
         ({"ids": call["ids"][:1], "weights": call["weights"][:1]}, "ids of 1 tokens"),
-        ({"up": call["up"].bfloat16()}, "weights must be"),
-        ({"up": fp8["up"], "down": fp8["down"]}, "without scales"),
-        ({"up": fp8["up"], "up_scale": fp8["up_scale"]}, "both have scales"),
-        (fp8 | {"down_scale": fp8["down_scale"][:, 1:].contiguous()}, "one per row"),
+        ({"up": Stack(up.values.bfloat16())}, "up must be"),
+        ({"up": Stack(fp8["up"].values)}, "up must be"),
+        ({"up": fp8["up"]}, "up is"),
+        (fp8 | {"down": fp8["down"]._replace(scale=short)}, "the scales of down must be"),
+        ({"up": up._replace(bias=bias[:, 1:].contiguous())}, "the bias of up must be"),
+        ({"up": up._replace(bias=bias.bfloat16())}, "the bias of up must be"),
+        ({"up": mx["up"]._replace(scale=None)}, "MXFP4 has scales"),
+        ({"up": mx["up"], "down": mx["down"], "x": call["x"].half()}, "MXFP4 has scales"),
     ):
         with pytest.raises(ValueError, match=message):
             kernels.experts(**call | change)
+
+
+def test_mxfp4_is_dequantized_exactly():
+    """Numbers and scales of the specification, in the order of checkpoints and of kernels."""
+    torch.manual_seed(0)
+    blocks, scales, expected = random_blocks(9, 300)
+    mxfp4.arrange_(blocks)
+    mxfp4.arrange_scales_(scales)
+    words = blocks.flatten(1).view(torch.int16)
+    steps = scales.view(torch.int32).view(-1, 9)
+    actual = mxfp4.dequantize(words, steps)
+    assert torch.equal(actual[:, :300].double(), expected)
+    assert not actual[:, 300:].any()
+
+
+@pytest.mark.parametrize("exponent", [8, 127, mxfp4.MAX_SCALE])
+def test_kernels_have_the_numbers_of_mxfp4_exactly(kernels, device, exponent):
+    """In fp32. The inner row of token t is 36 in one column, whose numbers are t."""
+
+    def stack(numbers: Tensor, exponent: int) -> Stack:
+        blocks = (numbers[:, ::2] | numbers[:, 1::2] << 4).view(-1, 4, 16)
+        mxfp4.arrange_(blocks)
+        scale = torch.full((1, 4 * len(numbers)), exponent).byte().view(torch.int32)
+        values = blocks.flatten(1).view(torch.int16)[None]
+        return Stack(values.to(device), scale[None].to(device))
+
+    token = torch.arange(16)
+    column = 16 * (token % 8) + token
+    up = torch.zeros(256, 128, dtype=torch.uint8)
+    up[column, token] = up[128 + column, token] = 7  # relu(6) * 6
+    down = (torch.arange(128) % 16).byte().expand(128, 128)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    expected = 36 * torch.cat((table, -table)) * 2.0 ** (exponent - 127)
+    y = kernels.experts(
+        torch.eye(16, 128, device=device),
+        torch.zeros(16, 1, dtype=torch.int32, device=device),
+        torch.ones(16, 1, device=device),
+        stack(up, 127),
+        stack(down, exponent),
+        "relu",
+    )
+    assert torch.equal(y.double().cpu(), expected[:, None].expand(16, 128))
 
 
 # Real sizes, compiled
@@ -310,11 +412,14 @@ def make_real(case: Case, device: torch.device) -> dict[str, object]:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("kind", ["", "fp8", "mxfp4"])
 @pytest.mark.parametrize("case", REAL, ids=str)
-def test_experts_of_real_sizes(kernels, device, case, is_fp8):
+def test_experts_of_real_sizes(kernels, device, case, kind):
     """A second call has the same bits, although programs run in another order."""
-    call = make_real(replace(case, tokens=SIZES[-1], is_fp8=is_fp8), device)
+    is_mxfp4 = kind == "mxfp4"
+    activation = "clamped_swiglu" if is_mxfp4 else "silu"
+    case = replace(case, activation=activation, has_bias=is_mxfp4, is_interleaved=is_mxfp4)
+    call = make_real(replace(case, tokens=SIZES[-1], kind=kind), device)
     for tokens in SIZES:
         part = {name: call[name][:tokens] for name in ("x", "ids", "weights")}
         check(kernels, call | part)
@@ -323,13 +428,13 @@ def test_experts_of_real_sizes(kernels, device, case, is_fp8):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("kind", ["", "fp8", "mxfp4"])
 @pytest.mark.parametrize("tokens", SIZES)
-def test_layers_do_not_depend_on_early_launches(kernels, device, monkeypatch, tokens, is_fp8):
+def test_layers_do_not_depend_on_early_launches(kernels, device, monkeypatch, tokens, kind):
     """In a graph, kernels that are launched early read nothing before it is written."""
     from toolkit.kernels.triton import fp8, routing
 
-    call = make_real(Case(tokens, 1024, 512, 32, 4, is_fp8=is_fp8), device)
+    call = make_real(Case(tokens, 1024, 512, 32, 4, kind=kind), device)
     del call["x"], call["ids"], call["weights"]
     start = torch.randn(tokens, 1024, device=device).bfloat16()
     logits = torch.randn(6, tokens, 32, device=device)

@@ -14,7 +14,7 @@ from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.layers import Experts, ListedExperts, Projections, StackedExperts
 from toolkit.weights.quantization import quantized
-from toolkit.weights.source import Source
+from toolkit.weights.source import RowOrder, Source, consecutive
 
 HIDDEN, SIZE, NUM_EXPERTS, CHOSEN = 16, 12, 6, 2
 KERNELS = SimpleNamespace(experts=reference.experts)
@@ -31,19 +31,27 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
+PARTS = ("gate", "up", "down")
 SOURCES = [
-    Projections(*(Source(f"{part}.{expert}") for part in ("gate", "up", "down")))
-    for expert in range(NUM_EXPERTS)
+    Projections(*(Source(f"{part}.{expert}") for part in PARTS)) for expert in range(NUM_EXPERTS)
 ]
 
 
-def make(kind: str, tensors: dict[str, Tensor], own: Shard, size: Shard) -> Experts:
+def make(
+    kind: str,
+    tensors: dict[str, Tensor],
+    own: Shard,
+    size: Shard,
+    sources: list[Projections] = SOURCES,
+    **options: object,
+) -> Experts:
     """Return a rank's experts, filled."""
     experts: Experts
+    given = {"activation": "silu"} | options
     if kind == "listed":
-        experts = ListedExperts(HIDDEN, SIZE, SOURCES, own, "silu")
+        experts = ListedExperts(HIDDEN, SIZE, sources, own, **given)
     else:
-        experts = StackedExperts(HIDDEN, size, SOURCES, own, "silu", KERNELS)
+        experts = StackedExperts(HIDDEN, size, sources, own, kernels=KERNELS, **given)
     found = set()
     for module in experts.modules():
         slots = module.slots() if hasattr(module, "slots") else {}
@@ -53,22 +61,88 @@ def make(kind: str, tensors: dict[str, Tensor], own: Shard, size: Shard) -> Expe
             for part in slot.parts:
                 region = tuple(shard.entries for shard in part.region)
                 part.fill(tensors[name][region])
+    if isinstance(experts, StackedExperts):
+        experts.arrange()
     assert found == tensors.keys(), "those of other ranks are known, too"
     return experts
 
 
 def expected(tensors: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts one by one. tensors: as in the fixture, with or without biases."""
     out = torch.zeros_like(x, dtype=torch.float64)
+    has_bias = "gate.0.bias" in tensors
     for token in range(len(x)):
         for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
             if expert < 0:
                 continue
-            gate, up, down = (
-                tensors[f"{part}.{expert}.weight"].double() for part in ("gate", "up", "down")
-            )
+            gate, up, down = (tensors[f"{part}.{expert}.weight"].double() for part in PARTS)
             row = x[token].double()
-            out[token] += weight * (down @ (F.silu(gate @ row) * (up @ row)))
+            if has_bias:  # gpt-oss's
+                biases = (tensors[f"{part}.{expert}.bias"].double() for part in PARTS)
+                gate_bias, up_bias, down_bias = biases
+                gated = (gate @ row + gate_bias).clamp(max=7)
+                wide = (up @ row + up_bias).clamp(-7, 7)
+                inner = gated * torch.sigmoid(1.702 * gated) * (wide + 1)
+                out[token] += weight * (down @ inner + down_bias)
+            else:
+                out[token] += weight * (down @ (F.silu(gate @ row) * (up @ row)))
     return out
+
+
+def stacked(order: str) -> list[Projections]:
+    """Return sources in one tensor for gate and up, and one for down, of all experts."""
+    both = 2 * SIZE
+    orders = consecutive(SIZE, SIZE)
+    if order == "in turn":
+        orders = tuple(RowOrder(both, range(nth, both, 2)) for nth in range(2))
+    is_transposed = order == "in turn"
+    return [
+        Projections(
+            *(Source("gate_up", one, is_transposed, stack=(i, NUM_EXPERTS)) for one in orders),
+            Source("down", None, is_transposed, stack=(i, NUM_EXPERTS)),
+        )
+        for i in range(NUM_EXPERTS)
+    ]
+
+
+def stack(tensors: dict[str, Tensor], order: str) -> dict[str, Tensor]:
+    """Return the tensors of `stacked`."""
+    found = {}
+    for kind in ("weight", "bias"):
+        gate, up, down = (
+            torch.stack([tensors[f"{part}.{i}.{kind}"] for i in range(NUM_EXPERTS)])
+            for part in PARTS
+        )
+        both = torch.cat((gate, up), 1)
+        if order == "in turn":
+            both = torch.stack((gate, up), 2).flatten(1, 2)
+        end = "" if kind == "weight" else "_bias"
+        if kind == "weight" and order == "in turn":
+            both, down = both.mT, down.mT
+        found |= {f"gate_up{end}": both, f"down{end}": down}
+    return found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("order", ["one after the other", "in turn"])
+@pytest.mark.parametrize("splits", [None, "experts", "features"])
+@pytest.mark.parametrize("kind", ["listed", "stacked"])
+def test_experts_of_one_tensor_with_biases(tensors, kind, splits, order):
+    torch.manual_seed(1)
+    for name in list(tensors):
+        tensors[name.replace("weight", "bias")] = 2 * torch.randn(len(tensors[name]))
+    ids = torch.tensor(CHOICES["with padding"], dtype=torch.int32)
+    x, weights = 4 * torch.randn(len(ids), HIDDEN), torch.rand(len(ids), CHOSEN)
+    total = torch.zeros(len(ids), HIDDEN)
+    for rank in range(1 if splits is None else 2):
+        group = Group(rank, 1 if splits is None else 2)
+        with parallel(group, splits_experts=splits != "experts"):
+            own, size = expert_shards(NUM_EXPERTS, SIZE)
+            options = {"bias": True, "activation": "clamped_swiglu"}
+            given = stack(tensors, order)
+            total += make(kind, given, own, size, stacked(order), **options)(x, ids, weights)
+    result = expected(tensors, x, ids, weights)
+    assert (total - result).norm() <= 1e-5 * result.norm()
 
 
 CHOICES = {

@@ -485,6 +485,26 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "use_qk_norm": True,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size": 48,
+            "num_local_experts": 10,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": POSITIONS // 4,
+            },
+        },
+    ),
     "olmoe": (
         "Olmoe",
         _MEDIUM
@@ -503,7 +523,9 @@ SHORTEST_PROMPT = {"phi4-long-context": 33}
 
 MAX_MODEL_LEN = {"phi3-short-context": POSITIONS}
 
-WITH_EXPERTS = frozenset({"mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe"})
+WITH_EXPERTS = frozenset(
+    {"mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"}
+)
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
 
 OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})

@@ -6,7 +6,6 @@ model on the hub by range requests), the cache from config.json, free memory fro
 system. Tests compare the results with a worker's `WorkerInfo`."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -25,7 +24,7 @@ from toolkit.models.model_config import resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
 from toolkit.weights.formats import Packings
-from toolkit.weights.layout import DENSE, Kind, Layout, while_loading
+from toolkit.weights.layout import DENSE, MXFP4_AS_INTEGERS, Kind, Layout, while_loading
 
 RANK_BLOCK = 16  # ranks of adapters are padded to a multiple of this on a GPU
 CPU_RUNTIME = 400 * 2**20
@@ -291,11 +290,13 @@ def _tensor_bytes(
         slot_bytes = engine.lora.max_loras * rank * TYPE_BYTES[dtype]
 
     def layout(parameter: Parameter) -> Layout:
-        name, columns = parameter.name.removesuffix(".weight"), parameter.shape[-1]
+        name, columns = parameter.name.removesuffix(".weight"), parameter.columns
         packing = packings and packings.find(name)
         if packing:
-            is_usable = packing.layout.kind is not Kind.FP8 or device.kind == "cuda"
-            return packing.layout if is_usable else DENSE
+            found = packing.layout
+            if device.kind != "cuda" and found.kind in (Kind.FP8, Kind.MXFP4):
+                return DENSE if found.kind is Kind.FP8 else MXFP4_AS_INTEGERS
+            return found
         if quantization and parameter.kind in ("linear", "expert"):
             return while_loading(quantization, columns)
         if quantization in ("int4", "int8") and parameter.kind in tables and device.kind == "cpu":
@@ -305,7 +306,7 @@ def _tensor_bytes(
     def nbytes(parameter: Parameter) -> int:
         if parameter.kind not in ("linear", "expert", "head", "embedding"):
             return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
-        rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
+        rows, columns = parameter.size // parameter.columns, parameter.columns
         stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)
         slots = slot_bytes * (rows + columns) if parameter.kind == "linear" else 0
         return -(-stored // num_ranks) + slots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -11,18 +11,26 @@ from itertools import chain
 import torch
 from torch import nn
 
-from toolkit.distributed import SINGLE, Shard, full_shard, parallel, splits_experts
+from toolkit.distributed import (
+    SINGLE,
+    Shard,
+    current_group,
+    even_shard,
+    full_shard,
+    parallel,
+    splits_experts,
+)
 from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.reference import Routing
 from toolkit.kernels.table import Kernels, kernels_for
-from toolkit.layers.linear import GatedLinear, Linear
-from toolkit.weights.fp8 import FP8Weight
-from toolkit.weights.plain import PlainWeight
+from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
+from toolkit.weights.layout import DENSE, MXFP4
+from toolkit.weights.mxfp4 import MXFP4Weight
 from toolkit.weights.quantization import find_packing, new_weight, unquantized
-from toolkit.weights.slots import JoinedSlot, Slot, Slots
+from toolkit.weights.slots import JoinedSlot, Slot, Slots, StackedSlot, joined_slot
 from toolkit.weights.source import Source
-from toolkit.weights.weight import parameter
+from toolkit.weights.weight import StackableWeight, Weight, parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +53,14 @@ class Router(nn.Module):
         routing: Routing,
         bias: tuple[str, tuple[int, ...]] | None,
         dtype: torch.dtype | None,
+        *,
+        has_bias: bool = False,
     ) -> None:
         """`bias`: name and shape of the tensor that is added to the scores for the choice, if there
-        is one; dtype: of the product. None: that of the model."""
+        is one; dtype: of the product. None: that of the model; `has_bias`: the product has one."""
         super().__init__()
         with unquantized(dtype):
-            self.logits = Linear(hidden, num_experts, source, bias=False)
+            self.logits = Linear(hidden, num_experts, source, bias=has_bias)
         self._routing, self._bias_source = routing, bias
         self._dtype = dtype or torch.get_default_dtype()
         zeros = torch.zeros(num_experts, dtype=torch.float32)
@@ -94,25 +104,51 @@ class Experts(nn.Module, abc.ABC):
             f"{source.name}.weight": JoinedSlot(shape, ())
             for one in chain(*elsewhere)
             for source, shape in ((one.gate, inner), (one.up, inner), (one.down, outer))
+            if source.stack is None
         }
+
+
+class GatedProduct(nn.Module):
+    """A function of gate and up that is no product with an activation."""
+
+    def __init__(
+        self, hidden: int, size: int, sources: tuple[Source, Source], *, bias: bool, kind: str
+    ) -> None:
+        super().__init__()
+        part = even_shard(size, "features")
+        self.product = MergedLinear(hidden, (part, part), sources, bias=bias)
+        self._gate = reference.GATES[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.product(x).float().chunk(2, dim=1)
+        return self._gate(gate, up).to(x.dtype)
 
 
 class ListedExperts(Experts):
     """Experts that are layers of their own, in any format. Each that is chosen is called."""
 
     def __init__(
-        self, hidden: int, size: int, experts: Sequence[Projections], own: Shard, activation: str
+        self,
+        hidden: int,
+        size: int,
+        experts: Sequence[Projections],
+        own: Shard,
+        activation: str,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__(hidden, size, experts, own)
+
+        def gated(one: Projections) -> nn.Module:
+            sources = one.gate, one.up
+            if activation in reference.GATES:
+                return GatedProduct(hidden, size, sources, bias=bias, kind=activation)
+            return GatedLinear(hidden, size, sources, bias=bias, activation=activation)
+
         # Complete experts are not sharded further.
         with nullcontext() if splits_experts() else parallel(SINGLE):
             self.mlps = nn.ModuleList(
-                nn.Sequential(
-                    GatedLinear(
-                        hidden, size, (one.gate, one.up), bias=False, activation=activation
-                    ),
-                    Linear(size, hidden, one.down, bias=False, split="in"),
-                )
+                nn.Sequential(gated(one), Linear(size, hidden, one.down, bias=bias, split="in"))
                 for one in experts[own.entries]
             )
 
@@ -143,34 +179,40 @@ class StackedExperts(Experts):
         own: Shard,
         activation: str,
         kernels: Kernels,
+        *,
+        bias: bool = False,
     ) -> None:
         """`size`: this rank's features of an expert."""
         super().__init__(hidden, size.total, experts, own)
         self._activation, self._kernels, self._features = activation, kernels, size
-        self.up = self._weight(2 * size.count, hidden)
-        self.down = self._weight(hidden, size.count)
-        self._up, self._up_scale = self._stack(self.up)
-        self._down, self._down_scale = self._stack(self.down)
+        self._is_interleaved = all(one.gate.is_every_second_row for one in experts)
+        self.up, self.down = self._weight(2 * size.count, hidden), self._weight(hidden, size.count)
+        self.up_bias = self.down_bias = None
+        if bias:
+            self.up_bias, self.down_bias = (
+                parameter(torch.zeros(own.count, rows)) for rows in (2 * size.count, hidden)
+            )
+        # Of a sum over ranks, only the first one adds the bias.
+        adds_bias = size.is_full or current_group().rank == 0
+        self._up = self.up.stack(own.count)._replace(bias=self.up_bias)
+        self._down = self.down.stack(own.count)._replace(bias=self.down_bias if adds_bias else None)
 
-    def _weight(self, rows: int, columns: int) -> PlainWeight | FP8Weight:
+    def _weight(self, rows: int, columns: int) -> StackableWeight:
         """Return a weight with so many rows of each expert. Raises ConfigError for other kinds."""
-        weight = new_weight(self.own.count * rows, columns)
-        is_packed = any(find_packing(one.gate.name) for one in self.experts)
-        if isinstance(weight, PlainWeight | FP8Weight) and not is_packed:
+        packings = {find_packing(one.gate.name) for one in self.experts}
+        rows *= self.own.count
+        layouts = {DENSE if packing is None else packing.layout for packing in packings}
+        weight: Weight | None = None
+        if packings == {None}:
+            weight = new_weight(rows, columns)
+        elif layouts == {MXFP4}:
+            weight = MXFP4Weight(rows, columns)
+        if isinstance(weight, StackableWeight):
             return weight
         raise ConfigError(
-            f"Models with experts run on GPUs in bfloat16, float16, float32 and FP8 "
-            f"(--quantization fp8), "
-            f"{'not from quantized checkpoints' if is_packed else 'not in other quantizations'}."
-        )
-
-    def _stack(self, weight: PlainWeight | FP8Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (values [experts, rows, columns], scales [experts, rows] of FP8) of a weight."""
-        scales = weight.scales if isinstance(weight, FP8Weight) else None
-        count = self.own.count
-        return (
-            weight.values.view(count, -1, weight.shape[1]),
-            None if scales is None else scales.view(count, -1),
+            "Models with experts run on GPUs in bfloat16, float16, float32, FP8 (--quantization "
+            "fp8) and, from checkpoints, MXFP4, "
+            f"{'not in other quantizations' if packings == {None} else 'not from other ones'}."
         )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -178,27 +220,54 @@ class StackedExperts(Experts):
             own = ids - self.own.begin
             ids = torch.where((own >= 0) & (own < self.own.count), own, -1)
         return self._kernels.experts(
-            x,
-            ids,
-            weights,
-            self._up,
-            self._down,
-            self._activation,
-            self._up_scale,
-            self._down_scale,
+            x, ids, weights, self._up, self._down, self._activation, self._is_interleaved
         )
 
+    def arrange(self) -> None:
+        """Put the weights in the order of the kernels, in place. Called once, after loading."""
+        for weight in (self.up, self.down):
+            weight.arrange_stack(self.own.count)
+
     def slots(self) -> Slots:
-        slots = super().slots()
-        size, hidden = self._features, full_shard(self.hidden)
+        joined: dict[str, list[Slot | JoinedSlot]] = {}
         for index, one in enumerate(self.experts[self.own.entries]):
-            gate, down = 2 * index * size.count, index * hidden.count
-            for source, weight, first, shards in (
-                (one.gate, self.up, gate, (size, hidden)),
-                (one.up, self.up, gate + size.count, (size, hidden)),
-                (one.down, self.down, down, (hidden, size)),
-            ):
-                rows = slice(first, first + shards[0].count)
-                part = weight.part_slots(rows, shards, transpose=source.transpose)
-                slots |= {f"{source.name}.{kind}": slot for kind, slot in part.items()}
-        return slots
+            for source, parts in self._slots_of(index, one):
+                for kind, slot in parts.items():
+                    found = slot if source.stack is None else StackedSlot.of(slot, source.stack)
+                    joined.setdefault(source.tensor(kind), []).append(found)
+        return super().slots() | {name: joined_slot(slots) for name, slots in joined.items()}
+
+    def _slots_of(
+        self, index: int, one: Projections
+    ) -> Iterator[tuple[Source, dict[str, Slot | JoinedSlot]]]:
+        """Yield (source, slots by the ends of their tensors' names) of one of this rank's."""
+        size, hidden = self._features, full_shard(self.hidden)
+        gate, down = 2 * index * size.count, index * hidden.count
+        if self._is_interleaved:  # as in the checkpoint
+            both = Shard(2 * size.total, 2 * size.begin, 2 * size.count)
+            yield one.gate, _slots(one.gate, self.up, self.up_bias, gate, (both, hidden))
+        else:
+            for nth, source in enumerate((one.gate, one.up)):
+                rows = size
+                if source.order is not None:
+                    first = source.order.rows[0] + size.begin
+                    rows = Shard(source.order.total, first, size.count)
+                first = gate + nth * size.count
+                yield source, _slots(source, self.up, self.up_bias, first, (rows, hidden))
+        yield one.down, _slots(one.down, self.down, self.down_bias, down, (hidden, size))
+
+
+def _slots(
+    source: Source,
+    weight: StackableWeight,
+    bias: nn.Parameter | None,
+    first: int,
+    shards: tuple[Shard, Shard],
+) -> dict[str, Slot | JoinedSlot]:
+    """Return the slots of a projection, whose first row in a stack is `first`."""
+    rows = slice(first, first + shards[0].count)
+    slots: dict[str, Slot | JoinedSlot] = {}
+    slots |= weight.part_slots(rows, shards, transpose=source.transpose)
+    if bias is not None:
+        slots["bias"] = Slot(bias.view(-1)[rows], shards=shards[:1])
+    return slots

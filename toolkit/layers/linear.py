@@ -20,7 +20,7 @@ from toolkit.weights.quantization import (
     new_packed_weight,
     new_weight,
 )
-from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
+from toolkit.weights.slots import JoinedSlot, Slot, Slots, StackedSlot, joined_slot
 from toolkit.weights.source import Source
 from toolkit.weights.weight import Epilogue, Weight, parameter
 
@@ -109,7 +109,8 @@ class Linear(nn.Module):
         first = 0
         for source, part, packing in zip(self.sources, self.parts, self.packings, strict=True):
             for kind, slot in self._part_slots(source, part, packing, first).items():
-                joined.setdefault(f"{source.name}.{kind}", []).append(slot)
+                found = slot if source.stack is None else StackedSlot.of(slot, source.stack)
+                joined.setdefault(source.tensor(kind), []).append(found)
             first += part.count
         return {name: joined_slot(slots) for name, slots in joined.items()}
 
@@ -121,10 +122,10 @@ class Linear(nn.Module):
         if source.order is not None:
             total, wanted = source.order.total, source.order.rows
             wanted = wanted[part.begin : part.begin + part.count]
-            if isinstance(wanted, range):
+            if isinstance(wanted, range) and wanted.step == 1:
                 shard = Shard(total, wanted.start, len(wanted))
             else:
-                shard, order = full_shard(total), wanted
+                shard, order = full_shard(total), tuple(wanted)
         rows = slice(first, first + part.count)
         slots: dict[str, Slot | JoinedSlot] = {}
         if packing is None:

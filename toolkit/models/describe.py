@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from toolkit.errors import CheckpointError
-from toolkit.weights.activation import activation_kind
+from toolkit.weights.activation import activation_kind, gate_kind
 from toolkit.weights.source import Source
 
 ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -101,6 +101,8 @@ class Attention:
     window: int = 0  # tokens, with the query itself; 0: no window
     soft_cap: float = 0.0  # of scores: cap · tanh(score / cap); 0: none
     clip: float = 0.0  # queries, keys and values are clamped to ±clip; 0: not
+    sinks: str | None = None
+    """Name of a tensor with a logit for each head, which joins the softmax (arXiv:2309.17453)."""
 
     def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
         """Yield (source, rows, columns, has a bias) of each weight."""
@@ -154,11 +156,12 @@ class Experts:
     num_experts: int
     num_chosen: int  # for each token
     size: int  # number of features between up and down of each
-    activation: str
+    activation: str  # by its name in config.json, or a kind of `weights.activation.GATES`
     router: Source
-    gate: Source  # names have `{}` for the index of the expert
+    gate: Source  # names have `{}` for the index of the expert, or all experts are one tensor
     up: Source
     down: Source
+    bias: bool = False  # of the router and of each projection
     scores: Literal["softmax", "sigmoid"] = "softmax"
     renormalizes: bool = False  # the chosen scores are divided by their sum
     scale: float = 1.0  # of the weights
@@ -170,29 +173,34 @@ class Experts:
     shared_gate: Source | None = None  # its sigmoid is the weight of `shared`; None: 1
 
     def __post_init__(self) -> None:
-        activation_kind(self.activation)  # refuses an unknown name
+        gate_kind(self.activation)  # refuses an unknown name
         if not 1 <= self.num_chosen <= self.num_experts:
             raise ValueError(f"{self.num_chosen} of {self.num_experts} experts cannot be chosen")
 
     def expert(self, index: int) -> tuple[Source, Source, Source]:
         """Return gate, up and down of an expert."""
-        gate, up, down = (
-            replace(one, name=one.name.format(index)) for one in (self.gate, self.up, self.down)
-        )
+        gate, up, down = (self._entry(one, index) for one in (self.gate, self.up, self.down))
         return gate, up, down
+
+    def _entry(self, source: Source, index: int) -> Source:
+        if "{}" in source.name:
+            return replace(source, name=source.name.format(index))
+        return replace(source, stack=(index, self.num_experts))
 
     def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
         """Yield (source, rows, columns, has a bias) of each weight of the experts."""
         for index in range(self.num_experts):
             gate, up, down = self.expert(index)
-            yield gate, self.size, hidden, False
-            yield up, self.size, hidden, False
-            yield down, hidden, self.size, False
+            yield gate, self.size, hidden, self.bias
+            yield up, self.size, hidden, self.bias
+            yield down, hidden, self.size, self.bias
 
     def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
         """Yield (name, shape, is in fp32) of the weights that are never quantized."""
         shape = self.num_experts, hidden
         yield f"{self.router.name}.weight", shape, self.routes_in_float32
+        if self.bias:
+            yield f"{self.router.name}.bias", shape[:1], self.routes_in_float32
         if self.correction is not None:
             yield self.correction.name, self.correction.shape, True
         if self.shared_gate is not None:
@@ -250,11 +258,17 @@ class Parameter:
     kind: Literal["embedding", "positions", "head", "linear", "expert", "vector"]
     layer: int | None = None
     is_float32: bool = False  # kept in fp32 whatever the type of the model
+    is_transposed: bool = False  # the last dimensions are [in, out]
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def columns(self) -> int:
+        """Number of inputs of a product."""
+        return self.shape[-2 if self.is_transposed else -1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,14 +354,23 @@ def _branch_parameters(branch: Branch, hidden: int, index: int) -> Iterator[Para
     for mix in branch.mixes:
         for source, rows, columns, has_bias in mix.projections(hidden):
             total = rows if source.order is None else source.order.total
+            stack = () if source.stack is None else source.stack[1:]
             sizes = (columns, total) if source.transpose else (total, columns)
             kind: Literal["expert", "linear"] = "expert" if isinstance(mix, Experts) else "linear"
-            yield Parameter(f"{source.name}.weight", sizes, kind, index)
+            yield Parameter(
+                source.tensor("weight"),
+                (*stack, *sizes),
+                kind,
+                index,
+                is_transposed=source.transpose,
+            )
             if has_bias:
-                yield Parameter(f"{source.name}.bias", (total,), "vector", index)
+                yield Parameter(source.tensor("bias"), (*stack, total), "vector", index)
     if isinstance(branch.mix, Experts):
         for name, shape, is_float32 in branch.mix.plain(hidden):
             yield Parameter(name, shape, "vector", index, is_float32)
+    if isinstance(branch.mix, Attention) and branch.mix.sinks is not None:
+        yield Parameter(branch.mix.sinks, (branch.mix.num_heads,), "vector", index, True)
     if isinstance(branch.mix, Attention) and branch.mix.norm is not None:
         mix, norm = branch.mix, branch.mix.norm
         for name, heads in ((norm.q, mix.num_heads), (norm.k, mix.num_kv_heads)):

@@ -25,9 +25,10 @@ from toolkit.layers import (
 )
 from toolkit.layers.norm import norm_over_ranks
 from toolkit.models import describe
-from toolkit.weights.activation import activation_kind
+from toolkit.weights.activation import activation_kind, gate_kind
 from toolkit.weights.quantization import target_device, unquantized
 from toolkit.weights.slots import JoinedSlot, Slot, Slots
+from toolkit.weights.weight import parameter
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.matmul import Unscaled
@@ -68,6 +69,9 @@ class AttentionMix(Mix):
         sources = attention.q, attention.k, attention.v
         self.input = MergedLinear(num_inputs * hidden, shards, sources, bias=attention.bias)
         self.norm = None if attention.norm is None else QKNorm(attention, self.heads, self.kv_heads)
+        self._sinks_name, self.sinks = attention.sinks, None
+        if attention.sinks is not None:
+            self.sinks = parameter(torch.zeros(self.heads.count, dtype=torch.float32))
         self.attn = Attention(
             AttentionShape(
                 self.heads.count,
@@ -76,6 +80,7 @@ class AttentionMix(Mix):
                 attention.scale,
                 attention.window,
                 attention.soft_cap,
+                self.sinks,
             ),
             HeadTransform(
                 rope=rope,
@@ -95,6 +100,11 @@ class AttentionMix(Mix):
             self.norm(qkv)
         out: torch.Tensor = self.attn(qkv, batch)
         return out
+
+    def slots(self) -> Slots:
+        if self._sinks_name is None or self.sinks is None:
+            return {}
+        return {self._sinks_name: Slot(self.sinks, shards=(self.heads,))}
 
 
 class QKNorm(nn.Module):
@@ -220,15 +230,20 @@ class ExpertsMix(Mix):
             routing,
             None if bias is None else (bias.name, bias.shape),
             torch.float32 if experts.routes_in_float32 else None,
+            has_bias=experts.bias,
         )
         sources = [Projections(*experts.expert(i)) for i in range(experts.num_experts)]
         own, size = expert_shards(experts.num_experts, experts.size)
         kernels = kernels_for(target_device())
-        kind = activation_kind(experts.activation)
+        gate = gate_kind(experts.activation)
         if kernels is not None:
-            self.experts: Experts = StackedExperts(hidden, size, sources, own, kind, kernels)
+            self.experts: Experts = StackedExperts(
+                hidden, size, sources, own, gate, kernels, bias=experts.bias
+            )
         else:
-            self.experts = ListedExperts(hidden, experts.size, sources, own, kind)
+            self.experts = ListedExperts(
+                hidden, experts.size, sources, own, gate, bias=experts.bias
+            )
         self.shared = None if experts.shared is None else MLPMix(experts.shared, hidden)
         self.shared_gate = None
         if experts.shared_gate is not None:

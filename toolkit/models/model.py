@@ -12,7 +12,7 @@ from toolkit.attention import Attention, AttentionBatch
 from toolkit.attention.packed import PackedBatch
 from toolkit.distributed import SINGLE_STAGE, Stage
 from toolkit.layers import OutputHead
-from toolkit.weights.slots import Slots
+from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
 from toolkit.weights.weight import Weight
 
 
@@ -44,11 +44,12 @@ class Model(nn.Module, abc.ABC):
 
     def slots(self) -> Slots:
         """Return the destination of each tensor of a checkpoint."""
-        slots: Slots = {}
+        slots: dict[str, list[Slot | JoinedSlot]] = {}
         for module in self.modules():
             if module is not self and isinstance(module, _Loadable):
-                slots |= module.slots()
-        return slots
+                for name, slot in module.slots().items():
+                    slots.setdefault(name, []).append(slot)
+        return {name: joined_slot(parts) for name, parts in slots.items()}
 
     def pack_weights(self) -> None:
         """Convert the weights to the layout that is fastest on a CPU."""

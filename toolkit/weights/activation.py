@@ -16,6 +16,15 @@ KINDS = {kind: kind for kind in ("silu", "relu", "relu2", "gelu", "gelu_tanh", "
 (`transformers.activations`)."""
 
 
+GATES = ("clamped_swiglu",)
+"""Functions of gate and up that are not act(gate) · up (`kernels.reference.GATES`)."""
+
+
+def gate_kind(name: str) -> str:
+    """Return a kind of GATES, or that of the activation of a gate."""
+    return name if name in GATES else activation_kind(name)
+
+
 def activation_kind(name: str) -> str:
     """Return the kind for a name in config.json. Raises CheckpointError for an unknown name."""
     if name not in KINDS:

@@ -9,12 +9,13 @@ from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
 from toolkit.weights.groups import Blocks, Decoded
 from toolkit.weights.row_scaled import RowScaledWeight, ScaledProduct
+from toolkit.weights.weight import StackableWeight
 
 DTYPE = torch.float8_e4m3fn
 MIN_CAPABILITY = (8, 9)  # ada, the first GPUs with FP8 arithmetic
 
 
-class FP8Weight(RowScaledWeight):
+class FP8Weight(RowScaledWeight, StackableWeight):
     BYTES = 1.0
     values_dtype = DTYPE
 
@@ -39,6 +40,10 @@ class FP8Weight(RowScaledWeight):
         assert isinstance(decoded, Blocks)
         self.values[rows].copy_(decoded.values)
         self.scales[rows].copy_(decoded.scales[:, 0])
+
+    def stack(self, count: int) -> reference.Stack:
+        values = self.values.view(count, -1, self.shape[1])
+        return reference.Stack(values, self.scales.view(count, -1))
 
     @property
     def adds_deltas(self) -> bool:

@@ -14,6 +14,7 @@ class Kind(StrEnum):
     DENSE = "dense"  # in the type of the model
     INTEGERS = "integers"  # `groups.Groups`
     FP8 = "fp8"  # e4m3, with a scale for each block of rows and columns
+    MXFP4 = "mxfp4"  # `kernels.mxfp4`: of experts on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,9 @@ class Layout:
         """Return the size of a weight. `dense_bytes`: of one parameter of the model's type."""
         if self.kind is Kind.DENSE:
             return rows * columns * dense_bytes
+        if self.kind is Kind.MXFP4:
+            padded = -(-columns // 128) * 128
+            return rows * padded * 17 // 32
         group = self.group
         if on_gpu and (self.kind is Kind.INTEGERS or self.block_rows > 1):
             group = self.stored_group(columns) or group
@@ -49,6 +53,8 @@ class Layout:
     def __str__(self) -> str:
         if self.kind is Kind.DENSE:
             return "in the type of the model"
+        if self.kind is Kind.MXFP4:
+            return "MXFP4"
         if self.kind is Kind.FP8:
             if self.block_rows > 1:
                 return f"FP8 in blocks of {self.block_rows} × {self.group}"
@@ -58,6 +64,9 @@ class Layout:
 
 
 DENSE = Layout()
+MXFP4 = Layout(Kind.MXFP4, 4, 32)
+MXFP4_AS_INTEGERS = Layout(Kind.INTEGERS, 8, 32, scale_type="bfloat16")
+"""MXFP4 where there are no kernels for it: twice its numbers are integers."""
 GROUPS = (128, 64, 32)
 """Columns of a group of weights that are rounded to int4: the first that divides a row."""
 

@@ -56,6 +56,14 @@ class Renames(Protocol):
         """Return the slots of a checkpoint's tensors (shapes by name), and of those it lacks."""
 
 
+@runtime_checkable
+class Arranges(Protocol):
+    """A layer whose weights have another order in checkpoints."""
+
+    def arrange(self) -> None:
+        """Put the weights in the order of the kernels, in place. Called once, after loading."""
+
+
 def load_weights(
     model: Loadable, folder: Path, load_format: str, seed: int = 0, elsewhere: Iterable[str] = ()
 ) -> None:
@@ -95,7 +103,14 @@ def find_weights(
             fill = partial(read_into, found)
         else:
             fill = partial(_unpickle, model, elsewhere, folder, load_format)
-    return torch.inference_mode()(fill)
+
+    def load(stop: threading.Event) -> None:
+        fill(stop)
+        for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+            if isinstance(module, Arranges):
+                module.arrange()
+
+    return torch.inference_mode()(load)
 
 
 def _unpickle(

@@ -13,7 +13,7 @@ from toolkit.kernels.table import Kernels, kernels_for
 from toolkit.weights.groups import Decoded
 from toolkit.weights.packed import pack
 from toolkit.weights.slots import Slot
-from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
+from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, Weight, parameter
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.matmul import Unscaled
@@ -27,7 +27,7 @@ def plain_weight(rows: int, columns: int) -> PlainWeight:
     return PlainWeight(values) if kernels is None else GPUWeight(values, kernels)
 
 
-class PlainWeight(Weight):
+class PlainWeight(StackableWeight):
     """A weight that PyTorch multiplies, unless it is packed for a CPU."""
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -42,6 +42,9 @@ class PlainWeight(Weight):
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
         return epilogue.activate(F.linear(x, self.values, epilogue.bias))
+
+    def stack(self, count: int) -> reference.Stack:
+        return reference.Stack(self.values.view(count, -1, self.shape[1]))
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.values)

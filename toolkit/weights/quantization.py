@@ -20,7 +20,7 @@ from toolkit.weights.fp8 import FP8Weight
 from toolkit.weights.grouped import grouped_weight
 from toolkit.weights.int8 import Int8Weight
 from toolkit.weights.integers import IntegerWeight
-from toolkit.weights.layout import DENSE, Kind, Layout, while_loading
+from toolkit.weights.layout import DENSE, MXFP4_AS_INTEGERS, Kind, Layout, while_loading
 from toolkit.weights.parted import PartedWeight
 from toolkit.weights.plain import plain_weight
 from toolkit.weights.weight import Weight
@@ -131,7 +131,9 @@ def _weight(rows: int, columns: int, layout: Layout) -> Weight:
 
 
 def usable(layout: Layout, device: torch.device) -> Layout:
-    """Return the layout, or that of plain weights if the device cannot multiply with it."""
+    """Return the layout, or the one that the device multiplies with instead."""
+    if layout.kind is Kind.MXFP4:
+        return MXFP4_AS_INTEGERS
     if layout.kind is Kind.FP8 and not (fp8.has_arithmetic(device) and kernels_for(device)):
         return DENSE
     return layout

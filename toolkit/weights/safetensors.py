@@ -55,9 +55,10 @@ class StoredTensor:
     start: int  # offset of the first byte in the file
     num_bytes: int  # from the start of the first row to the end of the last
     columns: Shard | None = None  # entries of each row; None: all
+    others: tuple[Shard, ...] = ()  # entries of the dimensions after the columns
 
     def part(self, region: Sequence[Shard]) -> StoredTensor:
-        """Return a region of the tensor: any rows, and any columns of a matrix."""
+        """Return a region of the tensor."""
         if not region or all(shard.is_full for shard in region):
             return self
         rows, *others = region
@@ -67,6 +68,7 @@ class StoredTensor:
             start=self.start + rows.begin * self.row_bytes,
             num_bytes=rows.count * self.row_bytes,
             columns=None if all(shard.is_full for shard in others) else others[0],
+            others=tuple(others[1:]),
         )
 
     @property
@@ -128,7 +130,11 @@ class _Chunk:
         columns = self.tensor.read_columns
         if columns is None:
             return rows.view(self._shape)
-        return rows.view(self.count, columns.total).narrow(1, columns.begin, columns.count)
+        cut = (columns, *self.tensor.others)
+        part = rows.view(self.count, *(shard.total for shard in cut))
+        for dim, shard in enumerate(cut, 1):
+            part = part.narrow(dim, shard.begin, shard.count)
+        return part
 
     @property
     def _start(self) -> int:

@@ -128,6 +128,50 @@ class QuantizedSlot(Slot):
         self.store(slice(self.first, self.first + len(arranged)), arranged)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackedSlot(Slot):
+    """Destination of one entry of a checkpoint tensor's first dimension. `target`: of `entry`."""
+
+    entry: Slot
+    stack: Shard
+
+    @classmethod
+    def of(cls, slot: Slot | JoinedSlot, stack: tuple[int, int]) -> Slot | JoinedSlot:
+        """Return the slot of entry (index, number of entries) that fills `slot`."""
+        index, count = stack
+        if isinstance(slot, JoinedSlot):
+            return slot
+        return cls(slot.target, entry=slot, stack=Shard(count, index, 1))
+
+    @property
+    def needs_all_rows(self) -> bool:
+        return True
+
+    @property
+    def region(self) -> tuple[Shard, ...]:
+        return (self.stack, *self.entry.region)
+
+    @property
+    def is_optional(self) -> bool:
+        return self.entry.is_optional
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return self.entry.accepts(dtype)
+
+    @property
+    def wanted(self) -> str:
+        return self.entry.wanted
+
+    def announce(self) -> None:
+        self.entry.announce()
+
+    def rows(self, first: int, count: int) -> Slot:
+        return self
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        self.entry.fill(tensor[0])
+
+
 @dataclass(frozen=True, slots=True)
 class JoinedSlot:
     """Destinations of a checkpoint tensor that holds several projections, each of them sharded."""

@@ -21,6 +21,20 @@ class Source:
     name: str  # of the tensors, without .weight or .bias
     order: RowOrder | None = None  # None: all rows as they are
     transpose: bool = False  # the file has [in, out]
+    stack: tuple[int, int] | None = None
+    """(index, number) of this one of several projections of a shape, which are one tensor."""
+
+    def tensor(self, kind: str) -> str:
+        """Return the name of a tensor: `weight`, `bias`, or one of a packing."""
+        if self.stack is None:
+            return f"{self.name}.{kind}"
+        return self.name if kind == "weight" else f"{self.name}_{kind}"
+
+    @property
+    def is_every_second_row(self) -> bool:
+        """True for rows that are in turn with those of another projection."""
+        rows = None if self.order is None else self.order.rows
+        return isinstance(rows, range) and rows.step == 2
 
 
 @cache

@@ -140,5 +140,16 @@ class Weight(nn.Module, abc.ABC):
         return self
 
 
+class StackableWeight(Weight):
+    """A weight that may hold those of all experts of a layer, one after the other."""
+
+    @abc.abstractmethod
+    def stack(self, count: int) -> reference.Stack:
+        """Return views of the weights of so many experts."""
+
+    def arrange_stack(self, count: int) -> None:
+        """Put the weights of so many experts in the order of the kernels, in place."""
+
+
 def parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)

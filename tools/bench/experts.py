@@ -1,4 +1,4 @@
-"""Time layers of experts on a GPU: `python -m tools.bench.experts [--fp8] [--kernels] [--tune]`.
+"""Time layers of experts on a GPU: `python -m tools.bench.experts [--kind fp8] [--tune]`.
 
 Each line is a router and its experts, as a replay of a CUDA graph whose calls have other logits and
 rotate over layers, so that weights are not in the L2 cache. All experts are equally likely. The
@@ -19,16 +19,24 @@ from torch import Tensor, profiler
 from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
-from toolkit.kernels import reference
-from toolkit.kernels.reference import Routing
+from toolkit.kernels import mxfp4, reference
+from toolkit.kernels.reference import Routing, Stack
 from toolkit.kernels.triton import activation, ahead, experts, routing
 from toolkit.kernels.triton.experts import Tile, Tiles
 from tools.bench.kernels import achieved, copy_bandwidth, elapsed, matmul_rate
 
 DTYPE = torch.bfloat16
 COLD_BYTES = 2 << 30  # of experts to read before one is read again
+BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 17 / 32}
 MAX_CALLS = 32
 THREADS = 16  # that compile
+MXFP4_SHAPES = (
+    *((32, 128, stages, 4) for stages in (4, 8)),
+    *((32, 128, stages, 2) for stages in (4, 8)),
+    *((64, 128, stages, warps) for stages in (3, 6, 8) for warps in (2, 4)),
+    (64, 128, 2, 4),
+    *((128, 128, stages, warps) for stages in (2, 3) for warps in (4, 8)),
+)
 TOKENS = (1, 8, 64, 256, 2048, 8192)
 
 
@@ -62,21 +70,31 @@ SHAPES = (
 class Weights(NamedTuple):
     """The weights of a layer: arguments of `experts`."""
 
-    up: Tensor
-    down: Tensor
+    up: Stack
+    down: Stack
     activation: str = "silu"
-    up_scale: Tensor | None = None
-    down_scale: Tensor | None = None
+    interleaved: bool = False
 
     @classmethod
-    def random(cls, shape: Shape, is_fp8: bool, device: torch.device) -> Weights:
-        make = partial(torch.randn, device=device, dtype=DTYPE)
-        up = make(shape.experts, 2 * shape.size, shape.hidden) / 64
-        down = make(shape.experts, shape.hidden, shape.size) / 64
-        if not is_fp8:
-            return cls(up, down)
-        scales = [torch.rand(one.shape[:2], device=device) / 64 for one in (up, down)]
-        return cls(up.to(reference.FP8), down.to(reference.FP8), "silu", *scales)
+    def random(cls, shape: Shape, kind: str, device: torch.device) -> Weights:
+        """`kind`: of BYTES. MXFP4 is as gpt-oss has it: with biases and interleaved gates."""
+        sizes = (2 * shape.size, shape.hidden), (shape.hidden, shape.size)
+        up, down = (cls._stack(shape.experts, *size, kind, device) for size in sizes)
+        return cls(up, down, "clamped_swiglu", True) if kind == "mxfp4" else cls(up, down)
+
+    @staticmethod
+    def _stack(count: int, rows: int, columns: int, kind: str, device: torch.device) -> Stack:
+        if kind == "mxfp4":
+            steps = mxfp4.num_groups(columns) // mxfp4.GROUPS
+            words = torch.empty(count, rows, steps * mxfp4.GROUP, dtype=torch.int16, device=device)
+            scale = torch.full((count, steps, rows), 0x78787878, dtype=torch.int32, device=device)
+            bias = torch.randn(count, rows, device=device, dtype=DTYPE)
+            return Stack(words.random_(-(2**15), 2**15), scale, bias)
+        weight = torch.randn(count, rows, columns, device=device, dtype=DTYPE) / 64
+        if kind == "bf16":
+            return Stack(weight)
+        scale = torch.rand(count, rows, device=device) / 64
+        return Stack(weight.to(reference.FP8), scale)
 
 
 class Step(NamedTuple):
@@ -87,10 +105,16 @@ class Step(NamedTuple):
     weights: Weights
 
 
+def expert_bytes(weights: Weights) -> int:
+    """Return the size of one expert, without biases."""
+    tensors = (*weights.up[:2], *weights.down[:2])
+    return sum(one.nbytes // len(one) for one in tensors if one is not None)
+
+
 def steps(shape: Shape, num_tokens: int, layers: list[Weights]) -> list[Step]:
     """Return inputs of calls that read as many experts as COLD_BYTES, in turn of each layer."""
-    device, itemsize = layers[0].up.device, layers[0].up.itemsize
-    most = min(shape.experts, num_tokens * shape.chosen) * shape.elements * itemsize
+    device = layers[0].up.values.device
+    most = min(shape.experts, num_tokens * shape.chosen) * expert_bytes(layers[0])
     count = min(MAX_CALLS, max(len(layers), COLD_BYTES // most))
     x = torch.randn(num_tokens, shape.hidden, device=device, dtype=DTYPE)
     make = partial(torch.randn, num_tokens, shape.experts, device=device, dtype=DTYPE)
@@ -111,12 +135,12 @@ def library(step: Step, how: Routing) -> Tensor:
     one = torch.arange(step.logits.shape[1], device=x.device)
     ends = (ids.flatten()[:, None] <= one).sum(0, dtype=torch.int32)
     rows = x[pairs // how.num_chosen]
-    gate_up = functional.grouped_mm(rows, weights.up.transpose(1, 2), offs=ends)
+    gate_up = functional.grouped_mm(rows, weights.up.values.transpose(1, 2), offs=ends)
     gate, up = gate_up.chunk(2, dim=-1)
     inner = (
         activation.gated_activation(gate_up, "silu") if x.is_cuda else functional.silu(gate) * up
     )
-    parts = functional.grouped_mm(inner, weights.down.transpose(1, 2), offs=ends)
+    parts = functional.grouped_mm(inner, weights.down.values.transpose(1, 2), offs=ends)
     placed = torch.empty_like(parts)
     placed[pairs] = parts
     return (placed.view(len(x), -1, x.shape[1]) * shares[..., None].to(x.dtype)).sum(1)
@@ -133,11 +157,16 @@ def num_touched(calls: list[Step], how: Routing) -> float:
 
 def candidates(num_tokens: int, num_chosen: int, weights: Weights) -> Iterator[Tiles]:
     """Yield the best tiles, then others for each product, with those of the other product."""
-    best = experts.best_tiles(num_tokens, num_chosen, weights.up, weights.down)
+    size = weights.up.values.shape[1] // 2
+    sizes = weights.down.values.shape[1], size
+    best = experts.best_tiles(num_tokens, num_chosen, weights.up, sizes)
     yield best
-    wide = 128 // weights.up.itemsize
+    is_mxfp4 = weights.up.values.dtype == torch.int16
+    wide = mxfp4.STEP if is_mxfp4 else 128 // weights.up.values.itemsize
     shapes = (
-        ((32, 128, 5, 2), (64, 64, 6, 4), (64, 128, 3, 4), (64, 256, 3, 4), (128, 64, 4, 4))
+        MXFP4_SHAPES
+        if is_mxfp4
+        else ((32, 128, 5, 2), (64, 64, 6, 4), (64, 128, 3, 4), (64, 256, 3, 4), (128, 64, 4, 4))
         if best.up.tokens <= experts.FEW_PAIRS
         else ((128, wide, 3, 4), (128, wide, 3, 8), (256, wide, 3, 8), (256, wide, 4, 8))
     )
@@ -149,7 +178,7 @@ def candidates(num_tokens: int, num_chosen: int, weights: Weights) -> Iterator[T
             yield best._replace(down=tile)
     if num_tokens > experts.FEW_TOKENS:  # other blocks
         for tokens in (best.up.tokens // 2, best.up.tokens * 2):
-            if 16 <= tokens <= 128:
+            if 16 <= tokens <= (256 if is_mxfp4 else 128):
                 is_few = tokens <= experts.FEW_PAIRS
                 rows, columns = (64, 128) if is_few else (2 * tokens, wide)
                 tile = Tile(tokens, rows, columns, 4, max(4, tokens // 16))
@@ -191,7 +220,7 @@ def compile_all(shape: Shape, layer: Weights, how: Routing, tune: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time layers of experts on this GPU.")
-    parser.add_argument("--fp8", action="store_true", help="weights in FP8")
+    parser.add_argument("--kind", choices=BYTES, default="bf16", help="of the weights")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
     parser.add_argument("--tune", action="store_true", help="print the three best of some tiles")
     parser.add_argument("--shapes", default="", help="only those whose name has this in it")
@@ -207,9 +236,9 @@ def main() -> None:
         if arguments.shapes not in shape.name:
             continue
         how = Routing(shape.chosen)
-        layer = shape.experts * shape.elements * (1 if arguments.fp8 else 2)
+        layer = int(shape.experts * shape.elements * BYTES[arguments.kind])
         layers = [
-            Weights.random(shape, arguments.fp8, device)
+            Weights.random(shape, arguments.kind, device)
             for _ in range(max(2, -(-COLD_BYTES // layer)))
         ]
         compile_all(shape, layers[0], how, arguments.tune)
@@ -228,7 +257,7 @@ def print_row(
     shape: Shape, num_tokens: int, calls: list[Step], how: Routing, bandwidth: float, rate: float
 ) -> None:
     touched, flops = num_touched(calls, how), shape.flops(num_tokens)
-    num_bytes = touched * shape.elements * calls[0].weights.up.itemsize
+    num_bytes = touched * expert_bytes(calls[0].weights)
     taken = seconds(partial(ours, how=how), calls)
     floor = max(num_bytes / bandwidth, flops / rate)
     share = (
@@ -238,7 +267,7 @@ def print_row(
     )
     line = f"{shape.name:16s}{num_tokens:6d} tokens {touched:6.1f} experts {taken * 1e6:9.1f} us "
     line += f"{share}  floor {floor * 1e6:9.1f} us"
-    if calls[0].weights.up_scale is None:
+    if calls[0].weights.up.scale is None:
         other = try_seconds(partial(library, how=how), calls)
         line += "  PyTorch" + (" -" if other is None else f" {other * 1e6:9.1f} us")
     print(line, flush=True)

@@ -15,6 +15,7 @@ from toolkit.weights.formats import (
     compressed_tensors,
     fp8,
     gptq,
+    mxfp4,
 )
 from toolkit.weights.formats.packing import Header, Packing, Part
 from toolkit.weights.formats.reading import Fields, Packings
@@ -30,6 +31,7 @@ READERS: dict[str, Callable[[Fields, Header], Packings]] = {
     "fbgemm_fp8": fp8.read_fbgemm,
     "modelopt": fp8.read_modelopt,
     "bitsandbytes": bitsandbytes.read,
+    "mxfp4": mxfp4.read,
 }
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 """Fields of config.json."""
