@@ -35,6 +35,18 @@ class Points(NamedTuple):
     positions: Tensor  # int32 `[num_points]`: of the token to sample; -1: none
 
 
+class DraftInputs(NamedTuple):
+    """Inputs of a drafter that computes a position of each request. All are `[num_reqs]`.
+
+    A request that gets no draft has token 0 at position 0, and nothing is cached for it."""
+
+    token_ids: Tensor  # int32
+    positions: Tensor  # int32
+    slots: Tensor  # int64, -1: none
+    seq_lens: Tensor  # int32, with the position
+    sample_positions: Tensor  # int32, of the draft; -1: none
+
+
 def locate_points(
     points: Points,
     rows: Tensor,
@@ -99,6 +111,39 @@ def accept_drafts(
                 break
         counts[request] = count
         lengths[row] += count
+
+
+def draft_inputs(
+    ends: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    token_ids: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    nth: int,
+    ahead: int,
+    limit: int,
+    out: DraftInputs,
+) -> None:
+    """Fill `out` for draft `nth`, from 0 on, of the requests that sample.
+
+    ends, rows: `[num_reqs]`, see `Points`; lengths: `[num_rows]`, with the sampled tokens;
+    token_ids: `[num_rows, max_len]`, with the drafts so far after them; block_table: `[num_rows,
+    max_blocks]`. The position is that before the draft, less `ahead`: of its token come the keys,
+    of the token `ahead` later the id. limit: number of positions; drafts end there."""
+    for request, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
+        place = int(lengths[row]) + nth
+        if end >= 0 or place >= limit:
+            for column, nothing in zip(out, (0, 0, -1, 1, -1), strict=True):
+                column[request] = nothing
+            continue
+        position = place - 1 - ahead
+        out.token_ids[request] = token_ids[row, place - 1]
+        out.positions[request] = position
+        block = int(block_table[row, position // block_size])
+        out.slots[request] = block * block_size + position % block_size
+        out.seq_lens[request] = position + 1
+        out.sample_positions[request] = place
 
 
 def look_up_drafts(

@@ -557,13 +557,15 @@ def expand_inputs(
     block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
     adapters: tuple[Tensor, Tensor] | None = None,
+    ahead: int = 0,
 ) -> None:
     """Write (token ids, positions, cache slots), each `[num_tokens]`, of a step's packed tokens.
 
     rows, seq_lens: `[num_reqs]`, each request's row in the state and its length with this step's
     tokens, its last ones; query_start_loc: `[num_reqs + 1]`; token_ids: `[num_rows, max_len]`;
     block_table: `[num_rows, max_blocks]`. Tokens past the last request are padding: id 0, position
-    0, slot -1. adapters: `[num_reqs]`, copied to their tokens `[num_tokens]`; padding has -1."""
+    0, slot -1. adapters: `[num_reqs]`, copied to their tokens `[num_tokens]`; padding has -1.
+    ahead: the ids are those of the tokens so many positions later."""
     ids, positions, slots = out
     if adapters is not None:
         adapters[1].fill_(-1)
@@ -575,7 +577,7 @@ def expand_inputs(
         if adapters is not None:
             adapters[1][begin:end] = adapters[0][request]
         position = torch.arange(seq_len - (end - begin), seq_len, device=token_ids.device)
-        ids[begin:end] = token_ids[row, position]
+        ids[begin:end] = token_ids[row, position + ahead]
         positions[begin:end] = position
         slots[begin:end] = (
             block_table[row, position // block_size].long() * block_size + position % block_size

@@ -88,6 +88,7 @@ class Kernels:
         self.locate_points = drafts.locate_points
         self.accept_drafts = drafts.accept_drafts
         self.look_up_drafts = drafts.look_up_drafts
+        self.draft_inputs = drafts.draft_inputs
 
         # All-reduce
         self.peer_buffer_bytes = all_reduce.buffer_bytes

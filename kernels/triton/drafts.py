@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..drafts import Points
+from ..drafts import DraftInputs, Points
 from .sampling import power_of_two
 
 POINTS = 64  # points per program
@@ -71,6 +71,39 @@ def accept_drafts(
         token_ids.stride(0),
         POINTS=power_of_two(most),
         num_warps=1,
+    )
+
+
+def draft_inputs(
+    ends: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    token_ids: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    nth: int,
+    ahead: int,
+    limit: int,
+    out: DraftInputs,
+) -> None:
+    """Compute `kernels.drafts.draft_inputs`."""
+    num_reqs = rows.shape[0]
+    _draft_inputs_kernel[(-(-num_reqs // REQUESTS),)](
+        ends,
+        rows,
+        lengths,
+        token_ids,
+        block_table,
+        *out,
+        num_reqs,
+        nth,
+        limit,
+        token_ids.stride(0),
+        block_table.stride(0),
+        AHEAD=ahead,
+        BLOCK_SIZE=block_size,
+        REQUESTS=REQUESTS,
+        num_warps=4,
     )
 
 
@@ -203,6 +236,44 @@ def _accept_kernel(
         tl.store(place, tl.maximum(sampled, 0), mask=nth == count - 1)
         tl.store(length_ptr + row, tl.load(position_ptr + start) + count)
         tl.store(count_ptr + request, count)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "nth", "limit"])
+def _draft_inputs_kernel(
+    end_ptr,
+    row_ptr,
+    length_ptr,
+    token_ptr,
+    table_ptr,
+    out_token_ptr,
+    out_position_ptr,
+    out_slot_ptr,
+    out_seq_len_ptr,
+    out_sample_ptr,
+    num_reqs,
+    nth,
+    limit,
+    token_stride,
+    table_stride,
+    AHEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
+    stored = request < num_reqs
+    row = tl.load(row_ptr + request, mask=stored, other=0).to(tl.int64)
+    samples = stored & (tl.load(end_ptr + request, mask=stored, other=0) < 0)
+    place = tl.load(length_ptr + row, mask=samples, other=0) + nth
+    live = samples & (place < limit)
+    position = tl.where(live, place - 1 - AHEAD, 0)
+    token = tl.load(token_ptr + row * token_stride + place - 1, mask=live, other=0)
+    block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE, mask=live, other=0)
+    slot = tl.where(live, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(out_token_ptr + request, token, mask=stored)
+    tl.store(out_position_ptr + request, position, mask=stored)
+    tl.store(out_slot_ptr + request, slot, mask=stored)
+    tl.store(out_seq_len_ptr + request, position + 1, mask=stored)
+    tl.store(out_sample_ptr + request, tl.where(live, place, -1), mask=stored)
 
 
 @triton.jit(do_not_specialize=["when", "width"])

@@ -23,6 +23,7 @@ def expand_inputs(
     block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
     adapters: tuple[Tensor, Tensor] | None = None,
+    ahead: int = 0,
 ) -> None:
     """Compute `reference.expand_inputs`. Slots are int64, everything else int32."""
     num_tokens = out[0].shape[0]
@@ -40,6 +41,7 @@ def expand_inputs(
         block_table.stride(0),
         BLOCK_SIZE=block_size,
         ADAPTED=adapters is not None,
+        AHEAD=ahead,
         TOKENS=TOKENS,
         REQUESTS=REQUESTS,
         num_warps=4,
@@ -74,6 +76,7 @@ def _expand_kernel(
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     ADAPTED: tl.constexpr,
+    AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -91,7 +94,7 @@ def _expand_kernel(
     position = tl.where(live, seq_len - (end - token), 0)
     block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE, mask=live, other=0)
     slot = tl.where(live, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-    token_id = tl.load(token_ptr + row * token_stride + position, mask=live, other=0)
+    token_id = tl.load(token_ptr + row * token_stride + position + AHEAD, mask=live, other=0)
     stored = token < num_tokens
     tl.store(out_token_ptr + token, token_id, mask=stored)
     tl.store(out_position_ptr + token, position, mask=stored)

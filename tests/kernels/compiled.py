@@ -16,6 +16,7 @@ from toolkit.kernels.triton import expert_kernels, experts, fp8, linear, routing
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
+from toolkit.kernels.triton.drafts import _draft_inputs_kernel
 from toolkit.kernels.triton.grouped import _grouped_kernel
 from toolkit.kernels.triton.logprobs import _blocks_kernel, _records_kernel
 from toolkit.kernels.triton.lora import _delta_kernel, _shrink_kernel
@@ -280,6 +281,14 @@ def compile_experts() -> None:
     compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
 
 
+def compile_draft_inputs() -> None:
+    names = ("end", "row", "length", "token", "table", "out_token", "out_position", "out_seq_len")
+    types = dict.fromkeys((f"{name}_ptr" for name in (*names, "out_sample")), "*i32")
+    types["out_slot_ptr"] = "*i64"
+    sizes = {"AHEAD": 1, "BLOCK_SIZE": 16, "REQUESTS": 128}
+    compile_kernel("inputs before drafts", _draft_inputs_kernel, types, sizes, 4, 3)
+
+
 def main() -> None:
     fused = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
     plain = PLAIN | {"sinks_ptr": None}
@@ -301,6 +310,7 @@ def main() -> None:
     compile_hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
     for dtype in ("bf16", "fp32"):
         compile_sampling(dtype)
+    compile_draft_inputs()
     compile_kernel("join", _join_kernel, JOIN_TYPES, JOIN, 16, 3)
     compile_kernel("pushed sum and norm", _pushed_norm_kernel, PUSHED_TYPES, PUSHED, 16, 3)
     compile_tile("product after a norm", 64, 64, 6, 1, 1, UNSCALED=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import drafts as reference
-from toolkit.kernels.drafts import LATER, SAMPLES, Points
+from toolkit.kernels.drafts import LATER, SAMPLES, DraftInputs, Points
 
 NUM_ROWS, WIDTH = 9, 3000
 
@@ -63,6 +63,47 @@ def test_right_drafts_are_kept():
     assert token_ids.tolist() == [[1, 2, 3, 8, 7, 5], [4, 0, 0, 0, 0, 0]]
     reference.accept_drafts(points, LATER, rows, sampled, token_ids, lengths, counts, 3)
     assert (counts.tolist(), lengths.tolist()) == ([2, 1], [5, 2])
+
+
+def unfilled(num_reqs: int, device: torch.device | str = "cpu") -> DraftInputs:
+    """Return outputs with arbitrary contents."""
+    numbers = torch.full((4, num_reqs), 77, dtype=torch.int32, device=device)
+    slots = torch.full((num_reqs,), 77, dtype=torch.int64, device=device)
+    return DraftInputs(numbers[0], numbers[1], slots, numbers[2], numbers[3])
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_inputs_before_the_second_draft(ahead: int):
+    """Row 2 has 3 tokens and a draft, row 0 has no position left, row 1 is in its prompt."""
+    out, table = unfilled(3), ints([[0, 0, 0], [0, 0, 0], [6, 5, 4]])
+    token_ids, lengths = ints([[1] * 6, [2] * 6, [7, 8, 9, 3, 0, 0]]), ints([5, 2, 3])
+    reference.draft_inputs(
+        ints([SAMPLES, LATER, 2]), ints([2, 0, 1]), lengths, token_ids, table, 2, 1, ahead, 6, out
+    )
+    position = 3 - ahead
+    assert out.token_ids.tolist() == [3, 0, 0]
+    assert out.positions.tolist() == [position, 0, 0]
+    assert out.slots.tolist() == [2 * 5 + position - 2, -1, -1]
+    assert out.seq_lens.tolist() == [position + 1, 1, 1]
+    assert out.sample_positions.tolist() == [4, -1, -1]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("padding", [0, 200])
+def test_inputs_before_drafts_equal_reference(drafts, device, ahead: int, padding: int):
+    rng = random.Random(ahead)
+    block_size, limit = 4, 100
+    token_ids = torch.randint(0, 900, (NUM_ROWS, 120), dtype=torch.int32, device=device)
+    table = torch.randperm(NUM_ROWS * 30, device=device).to(torch.int32).view(NUM_ROWS, 30)
+    rows = [*rng.sample(range(NUM_ROWS - 1), NUM_ROWS - 1), *[NUM_ROWS - 1] * padding]
+    ends = [rng.choice([SAMPLES, LATER, 30]) for _ in range(NUM_ROWS - 1)] + [0] * padding
+    for nth in range(4):
+        lengths = ints([rng.choice([2, 17, 40, 97, 98, 99, 100]) for _ in range(NUM_ROWS)], device)
+        found, expected = (unfilled(len(rows), device) for _ in range(2))
+        step = ints(ends, device), ints(rows, device), lengths, token_ids, table, block_size
+        drafts.draft_inputs(*step, nth, ahead, limit, found)
+        reference.draft_inputs(*step, nth, ahead, limit, expected)
+        assert [one.tolist() for one in found] == [one.tolist() for one in expected]
 
 
 def test_kernels_equal_reference(drafts, device):

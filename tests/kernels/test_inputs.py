@@ -41,6 +41,10 @@ def test_reference_expands_a_step():
         [2, 3, 4, 0, 0, 0],
         [2 * 3, 2 * 3 + 1, 2 * 9, 2 * 8, -1, -1],
     ]
+    lengths -= torch.tensor([1, 0, 0])
+    reference.expand_inputs(rows, starts, lengths, token_ids, block_table, 2, out, ahead=1)
+    assert out[0].tolist() == [12, 13, 14, 0, 0, 0]
+    assert out[1].tolist() == [1, 2, 3, 0, 0, 0]
 
 
 def test_reference_copies_runs():
@@ -73,9 +77,12 @@ def test_expand_inputs_equals_reference(inputs, device, seed, padding):
     found, expected = (unfilled(sum(counts) + more_tokens, device) for _ in range(2))
     adapters = torch.arange(len(packed[0]), dtype=torch.int32, device=device) % 3 - 1
     of_tokens = [torch.full_like(found[0], 77) for _ in range(2)]
-    inputs.expand_inputs(*step, found, (adapters, of_tokens[0]))
-    reference.expand_inputs(*step, expected, (adapters, of_tokens[1]))
-    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+    for ahead in (1, 0):
+        if ahead and max(lengths) == width:
+            continue
+        inputs.expand_inputs(*step, found, (adapters, of_tokens[0]), ahead)
+        reference.expand_inputs(*step, expected, (adapters, of_tokens[1]), ahead)
+        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
     assert of_tokens[0][: sum(counts)].tolist() == of_tokens[1][: sum(counts)].tolist()
 
 

@@ -1,14 +1,15 @@
 """Capture of CUDA graphs, and what must not happen meanwhile."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 _lock = RLock()
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -34,6 +35,15 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         finally:
             if collects:
                 gc.enable()
+
+
+def capture(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Run a function, which compiles missing kernels, and capture it. Return (graph, result)."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph, pool):
+        result = run()
+    return graph, result
 
 
 def empty_cache() -> None:

@@ -74,16 +74,28 @@ class Taps:
     def __init__(self, layers: Sequence[int], *, output: bool) -> None:
         """`layers`: the residual stream before them; `output`: the last hidden states after it."""
         self.layers, self.output = tuple(layers), output
-        self._found: dict[int | None, torch.Tensor] = {}
+        self._places: list[int | None] = [*layers, *([None] * output)]
+        self._states: torch.Tensor | None = None
+        """[num_tokens, hidden of all]. CUDA graphs read and write it at one address."""
+
+    def reserve(self, num_tokens: int, hidden: torch.Tensor) -> None:
+        """Make room for steps of so many tokens, whose states are like `hidden` [n, size]."""
+        if self._states is None or len(self._states) < num_tokens:
+            self._states = hidden.new_zeros(num_tokens, len(self._places) * hidden.shape[1])
 
     def put(self, layer: int | None, hidden: torch.Tensor) -> None:
         """Keep a copy of the residual stream before a layer, or of the output (None)."""
-        self._found[layer] = hidden.clone()
+        self.reserve(len(hidden), hidden)
+        assert self._states is not None
+        states = self._states[: len(hidden)].view(len(hidden), -1, hidden.shape[1])
+        for nth, place in enumerate(self._places):
+            if place == layer:
+                states[:, nth] = hidden
 
-    def take(self, tokens: torch.Tensor) -> torch.Tensor:
+    def take(self, tokens: torch.Tensor | slice) -> torch.Tensor:
         """Return [n, hidden of all] of some tokens of the step."""
-        wanted = [*self.layers, *([None] * self.output)]
-        return torch.cat([self._found[layer][tokens] for layer in wanted], dim=1)
+        assert self._states is not None
+        return self._states[tokens]
 
 
 class Decoder(CausalLM):

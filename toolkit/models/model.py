@@ -35,6 +35,7 @@ class Model(nn.Module, abc.ABC):
     hidden_size: int
     dtype: torch.dtype  # of the activations
     architecture: str  # its name in config.json
+    may_synchronize: ClassVar[bool] = False  # a step may wait for the device
     unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
@@ -60,6 +61,10 @@ class Model(nn.Module, abc.ABC):
     def attention_layers(self) -> list[Attention]:
         """Return the layers with a KV cache, in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def with_few_layers(self) -> AbstractContextManager[None]:
+        """Run as few layers inside the block as launch the kernels of all."""
+        return nullcontext()
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +96,6 @@ class Scorer(Encoder):
 class CausalLM(Model):
     """A decoder, with causal attention."""
 
-    may_synchronize: ClassVar[bool] = False  # a step may wait for the device
     lm_head: OutputHead  # on the last stage; may share the embedding's weight
     stage: Stage = SINGLE_STAGE
 
@@ -112,10 +116,6 @@ class CausalLM(Model):
 
     def disable_recording(self) -> None:
         """Call the layers in every step, instead of replaying recorded calls."""
-
-    def with_few_layers(self) -> AbstractContextManager[None]:
-        """Run as few layers inside the block as launch the kernels of all."""
-        return nullcontext()
 
 
 @contextmanager

@@ -71,6 +71,8 @@ class SchedulerOutput:
     constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Indices into `rows`, rising, of requests whose next token a grammar constrains. With any of
     them, the step samples when their masks arrive (`Pending.constrain`)."""
+    drafts: bool = True
+    """False: no request needs drafts after it, since the next step would verify none."""
     known_tokens: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
     """[n, 3]: row, position, token. The newest tokens and the drafts of requests that sample, for
     pipeline stages that do not sample themselves. Empty where the device knows them."""

@@ -188,6 +188,11 @@ class Planner(LiveRequests):
             drafts = np.clip(most - (drafts.cumsum() - drafts), 0, drafts).astype(np.int32)
         return drafts
 
+    def _pays_to_draft(self, rows: RowArray) -> bool:
+        """Return whether a step of these rows' next tokens would verify any of the most drafts."""
+        most, rates = self._rows.most_drafts.take(rows), self._rows.rates.of(rows)
+        return bool(np.count_nonzero(self.step_costs.useful(most, rates, len(rows))))
+
     def _add_drafts(self, request: Request, num_tokens: int, step: StepBuilder) -> int:
         """Return how many drafts to add. They get blocks that are free, and preempt no request."""
         row = np.array([request.row])
@@ -358,6 +363,9 @@ class Planner(LiveRequests):
             adapters=step.adapters,
             prompt_logprobs=step.prompt_logprobs,
         )
+        if self.most_step_drafts:
+            output.drafts = self._pays_to_draft(part.rows[part.samples])
+            self._rows.has_drafted[part.rows] = output.drafts
         if self.num_stages > 1:
             output.known_tokens = self._rows.known_tokens(
                 part.rows[part.samples], output.num_sampled - 1

@@ -36,6 +36,7 @@ class Rows:
         """True if nothing is reported before its end."""
         self.constrained = np.zeros(num_rows, np.bool_)  # True if a grammar constrains its tokens
         self.drafts = np.zeros(num_rows, np.int32)  # how many the next step may compute
+        self.has_drafted = np.zeros(num_rows, np.bool_)  # True if its latest step makes drafts
         self.draft_tokens = np.zeros((num_rows, most_drafts), np.int32)
         self.most_drafts = np.zeros(num_rows, np.int32)  # that the request wants in a step
         self.rates = AcceptanceRates(num_rows)
@@ -130,7 +131,8 @@ class Rows:
 
         None unless that is one token, the newest. All could be accepted, and one token follows."""
         room = self.limit.take(rows) - self.tokens.take(rows) - 1
-        drafts: IntArray = np.clip(room, 0, self.drafts.take(rows)) * (num_tokens == 1)
+        has_any = (num_tokens == 1) & self.has_drafted.take(rows)
+        drafts: IntArray = np.clip(room, 0, self.drafts.take(rows)) * has_any
         return drafts
 
     def known_tokens(self, rows: npt.NDArray[np.intp], num_drafts: IntArray) -> IntArray:

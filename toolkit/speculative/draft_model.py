@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch
@@ -23,7 +21,10 @@ class DraftModel:
         self.model, self._vocab_size = model, vocab_size
         self.hidden_size, self.dtype = model.hidden_size, model.dtype
 
-    def features(self, tokens: npt.NDArray[np.int64]) -> torch.Tensor | None:
+    def reserve(self, num_tokens: int) -> None:
+        """Do nothing: it reads no hidden states."""
+
+    def features(self, tokens: torch.Tensor | slice) -> torch.Tensor | None:
         return None
 
     def run(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from itertools import chain
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -154,12 +152,13 @@ class EagleNetwork:
         self.model, self._target, self._taps = model, target, taps
         target.taps = taps
         self.hidden_size = self.feature_size = model.hidden_size
-        self.dtype = model.dtype
+        self.dtype, self._device = model.dtype, next(model.parameters()).device
         self._embed = model.embed if model.has_embedding else target.embed
         self._tokens: torch.Tensor | None = None
         """The model's tokens, by the drafter's."""
         if isinstance(model, Eagle3Model):
-            self._tokens = torch.arange(len(model.to_target)) + model.to_target
+            to_target = model.to_target
+            self._tokens = torch.arange(len(to_target), device=to_target.device) + to_target
             least, most = int(self._tokens.min()), int(self._tokens.max())
             if least < 0 or most >= target.vocab_size:
                 raise CheckpointError(
@@ -167,8 +166,12 @@ class EagleNetwork:
                     f"has {target.vocab_size}. Use a drafter that was trained for this model."
                 )
 
-    def features(self, tokens: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        return self.model.combine(self._taps.take(torch.from_numpy(tokens)))
+    def reserve(self, num_tokens: int) -> None:
+        like = torch.empty(0, self._target.hidden_size, dtype=self.dtype, device=self._device)
+        self._taps.reserve(num_tokens, like)
+
+    def features(self, tokens: torch.Tensor | slice) -> torch.Tensor | None:
+        return self.model.combine(self._taps.take(tokens))
 
     def run(
         self, token_ids: torch.Tensor, batch: AttentionBatch, features: torch.Tensor | None
@@ -180,10 +183,9 @@ class EagleNetwork:
         if self._tokens is None:
             return self._target.logits(hidden)
         assert isinstance(self.model, Eagle3Model)
-        logits: torch.Tensor = self.model.lm_head(hidden).float()
+        logits: torch.Tensor = self.model.lm_head(hidden)
         everything = logits.new_full((len(hidden), self._target.vocab_size), -torch.inf)
-        everything[:, self._tokens] = logits
-        return everything
+        return everything.index_copy_(1, self._tokens, logits)
 
 
 def build_eagle(
@@ -195,10 +197,11 @@ def build_eagle(
     max_model_len: int,
     quantization: str | None,
     packings: Packings | None,
+    target: torch.device,
 ) -> EagleModel:
     """Build a network with uninitialized parameters. See `models.build.build_model`."""
     kind = Eagle3Model if isinstance(description, Eagle3) else EagleModel
-    formats = quantized(quantization, packings)
+    formats = quantized(quantization, packings, target)
     with device, default_dtype(dtype), formats, torch.inference_mode():
         model = kind(description, target_size, max_model_len)  # type: ignore[arg-type]  # its own
     model.eval()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from toolkit.attention import AttentionBatch
+from toolkit.models.model import Model
 from toolkit.sampling.sampler import sample
 from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
@@ -51,7 +52,14 @@ class Network(Protocol):
     feature_size: int  # of what a position passes on to the next draft's; 0: nothing
     dtype: torch.dtype
 
-    def features(self, tokens: npt.NDArray[np.int64]) -> torch.Tensor | None:
+    @property
+    def model(self) -> Model:
+        """The model, with its layers."""
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room, at one address, for what it reads of steps of up to so many tokens."""
+
+    def features(self, tokens: torch.Tensor | slice) -> torch.Tensor | None:
         """Return what it reads of the model's last step, for some tokens of that step."""
 
     def run(
@@ -106,7 +114,7 @@ class ModelDrafter:
         token_ids, batch = state.batch(rows, counts, ends, network.ahead)
         last = counts.cumsum() - 1
         nth = np.arange(len(token_ids)) - np.repeat(last + 1 - counts, counts)
-        features = network.features(np.repeat(firsts, counts) + nth)
+        features = network.features(torch.from_numpy(np.repeat(firsts, counts) + nth))
         wanted = last[samples]
         if len(wanted) < len(token_ids):
             batch.wanted = torch.from_numpy(wanted).to(state.device, torch.int64)
@@ -154,5 +162,5 @@ class ModelDrafter:
 def with_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
     """Return logits [n, size]: padding is cut off, or added with logits that exclude it."""
     if logits.shape[1] >= size:
-        return logits[:, :size].contiguous()
+        return logits[:, :size] if logits.is_cuda else logits[:, :size].contiguous()
     return F.pad(logits, (0, size - logits.shape[1]), value=-torch.inf)

@@ -1,7 +1,8 @@
 """Runs steps on a GPU, common ones as CUDA graphs, from inputs to sampled tokens."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBackend, AttentionBatch
-from toolkit.hardware.graph_capture import captured, empty_cache
+from toolkit.hardware.graph_capture import capture, empty_cache
 from toolkit.hardware.memory import to_device
 from toolkit.kernels.drafts import LATER, SAMPLES, Points
 from toolkit.kernels.table import Kernels
@@ -18,7 +19,9 @@ from toolkit.models.model import CausalLM
 from toolkit.sampling.grammar import Masks
 from toolkit.sampling.sampler import sample
 from toolkit.scheduler import SchedulerOutput
+from toolkit.speculative.drafter import NO_DRAFT
 from toolkit.speculative.lookup import DeviceLookup
+from toolkit.worker.cuda_drafter import CudaDrafter
 from toolkit.worker.cuda_state import CudaBatchState, StepInputs, first_points, points_of
 from toolkit.worker.graph_policy import GraphPolicy, StepShape, num_own_tokens
 from toolkit.worker.kv_cache import KVCache
@@ -29,6 +32,7 @@ from toolkit.worker.model_runner import ModelRunner, PendingOutput, Sample, Samp
 class Graph:
     """A captured step and its output."""
 
+    shape: StepShape
     graph: torch.cuda.CUDAGraph
     out: torch.Tensor
     """Logits [num_points, vocab]; before the last stage, hidden states [num_tokens, hidden]."""
@@ -41,11 +45,12 @@ class CudaRunner(ModelRunner):
     penalties, biases, grammars or logits processors, are sampled again after it, from its logits.
     Pipeline stages receive hidden states before the graph and send them after it.
 
-    If steps verify drafts, a request has several rows of logits, its points (`kernels.drafts`)."""
+    If steps verify drafts, a request has several rows of logits, its points (`kernels.drafts`). The
+    drafter is prompt lookup, in the step's graph, or a model, which runs after the step."""
 
     state: CudaBatchState
     lookup: DeviceLookup | None = None
-    """Drafter, if steps verify drafts."""
+    draft_runner: CudaDrafter | None = None
 
     def __init__(
         self,
@@ -71,7 +76,6 @@ class CudaRunner(ModelRunner):
         self._sampled = torch.empty(num_points, dtype=torch.int32, device=self.device)
         self._again: tuple[torch.Tensor, ...] = ()
         """Changed logits, their rows, positions and tokens, and counts, which are zero."""
-        self._counts = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self._graphs: dict[StepShape, Graph] = {}
         self._penalizing: dict[int, torch.cuda.CUDAGraph] = {}
         """Graphs that sample again with penalties, by number of rows of logits."""
@@ -115,15 +119,16 @@ class CudaRunner(ModelRunner):
     def _run(self, step: SchedulerOutput) -> tuple[torch.Tensor | None, Sample]:
         later = self.state.samples_later(step)
         graph = self._send_inputs(step, later)
+        shape = self._exact_shape(step) if graph is None else graph.shape
         hidden = None
         if graph is not None:
             graph.graph.replay()
             logits = graph.out
         elif self._keeps_hidden(step):
-            hidden, logits = self._forward_keeping_hidden(self._exact_shape(step))
+            hidden, logits = self._forward_keeping_hidden(shape)
         else:
-            logits = self._forward(self._exact_shape(step))
-        return hidden, functools.partial(self._collect_samples, step, later, logits)
+            logits = self._forward(shape)
+        return hidden, functools.partial(self._collect_samples, step, shape, later, logits)
 
     def _forward(self, shape: StepShape) -> torch.Tensor:
         """Run the step that was sent, and sample its tokens.
@@ -198,7 +203,7 @@ class CudaRunner(ModelRunner):
             self._sampled,
             state.token_ids,
             state.row_lengths,
-            self._counts,
+            state.counts,
             1 + self.policy.most_drafts,
         )
         if self.lookup is not None:
@@ -207,6 +212,7 @@ class CudaRunner(ModelRunner):
     def _collect_samples(
         self,
         step: SchedulerOutput,
+        shape: StepShape,
         later: npt.NDArray[np.bool_] | None,
         logits: torch.Tensor,
         masks: Masks | None,
@@ -220,12 +226,21 @@ class CudaRunner(ModelRunner):
         k = int(sampling.num_logprobs[step.rows[which]].max()) if len(which) else -1
         # Of all requests: a gather of those that want them would take longer on the host.
         logprobs = self._logprobs(logits[: len(tokens)], tokens, k) if k >= 0 else None
-        counts = drafts = None
-        if self.state.verifies:
-            counts = self._counts[: len(step.rows)]
-            if self.lookup is not None:
-                drafts = self.lookup.drafts[: len(step.rows)]
+        counts = self.state.counts[: len(step.rows)] if self.state.verifies else None
+        drafts = self._draft_after(step, shape)
         return Sampled(tokens, firsts[which], logprobs, failures, counts, drafts)
+
+    def _draft_after(self, step: SchedulerOutput, shape: StepShape) -> torch.Tensor | None:
+        """Return drafts for all requests of a step, which has sampled. None without a drafter."""
+        n = len(step.rows)
+        if self.lookup is not None:
+            return self.lookup.drafts[:n]
+        if self.draft_runner is None:
+            return None
+        self.draft_runner.run(shape, n, drafts=step.drafts)
+        if step.drafts:
+            return self.draft_runner.drafts[:n]
+        return torch.full((n, self.policy.most_drafts), NO_DRAFT, dtype=torch.int32)
 
     def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:
         records: torch.Tensor = self.kernels.logprobs(logits, token_ids, k)
@@ -302,8 +317,23 @@ class CudaRunner(ModelRunner):
     def rehearse(self, shapes: Sequence[StepShape]) -> None:
         """Run steps of these shapes without requests."""
         self.state.send(_EMPTY)
+        drafted: set[int] = set()
         for shape in shapes:
             self._forward(shape)
+            if self.draft_runner is not None:
+                # Drafts depend on the number of requests only.
+                drafts = shape.num_reqs not in drafted
+                self.draft_runner.run(shape, shape.num_reqs, drafts=drafts)
+                drafted.add(shape.num_reqs)
+
+    @contextmanager
+    def with_few_layers(self) -> Iterator[None]:
+        """Run as few layers inside as launch all kernels, of the model and of a drafter's."""
+        drafter = (
+            nullcontext() if self.draft_runner is None else self.draft_runner.with_few_layers()
+        )
+        with self.model.with_few_layers(), drafter:
+            yield
 
     @torch.inference_mode()
     def synchronizes(self) -> bool:
@@ -323,13 +353,17 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def seconds(self, shape: StepShape) -> float:
-        """Return how long the graph of a shape takes without requests."""
+        """Return how long the graph of a shape takes without requests.
+
+        If it verifies drafts, with the next drafts."""
         self.state.send(_EMPTY)
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         for _ in range(2):  # the first one fills caches
             begin.record()
             self._graphs[shape].graph.replay()
+            if self.draft_runner is not None:
+                self.draft_runner.run(shape, shape.num_reqs, drafts=shape.verifies)
             end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
@@ -340,11 +374,10 @@ class CudaRunner(ModelRunner):
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         for shape in shapes:
             self.state.send(_EMPTY)
-            self._forward(shape)  # compiles missing kernels
-            graph = torch.cuda.CUDAGraph()
-            with captured(graph, self._pool):
-                out = self._forward(shape)
-            self._graphs[shape] = Graph(graph, out)
+            graph, out = capture(functools.partial(self._forward, shape), self._pool)
+            self._graphs[shape] = Graph(shape, graph, out)
+            if self.draft_runner is not None:
+                self.draft_runner.capture(shape, self._pool)
         torch.cuda.synchronize()
         empty_cache()  # memory of the steps before the captures
 
@@ -365,17 +398,16 @@ class CudaRunner(ModelRunner):
         )
         for size in self.policy.penalized_sizes:
             self.state.send(_EMPTY)
-            self._penalize_and_sample(size, logits)  # compiles missing kernels
-            graph = torch.cuda.CUDAGraph()
-            with captured(graph, self._pool):
-                self._penalize_and_sample(size, logits)
-            self._penalizing[size] = graph
+            run = functools.partial(self._penalize_and_sample, size, logits)
+            self._penalizing[size], _ = capture(run, self._pool)
 
     def close(self) -> None:
         """Free the graphs, even while this object is referenced."""
         for graph in (*(one.graph for one in self._graphs.values()), *self._penalizing.values()):
             graph.reset()
         self._graphs, self._penalizing = {}, {}
+        if self.draft_runner is not None:
+            self.draft_runner.close()
 
     def _graph_for(self, step: SchedulerOutput) -> Graph | None:
         """Return the graph to replay for a step, or None. Graphs do not keep hidden states."""

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch
-from toolkit.kernels.drafts import LATER, SAMPLES, Points
+from toolkit.kernels.drafts import LATER, SAMPLES, DraftInputs, Points
 from toolkit.kernels.table import Kernels
 from toolkit.lora.gpu_weight import GPUActive, StepAdapters
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
@@ -79,6 +79,8 @@ class CudaBatchState(BatchState):
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        """Tokens that each request got in the step that was sent last, if steps verify drafts."""
         self._points: Points | None = None
         if self.verifies:
             self.row_lengths = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -94,6 +96,16 @@ class CudaBatchState(BatchState):
                 rows=places,
                 positions=numbers,
             )
+            self._draft_inputs = kernels.draft_inputs
+            no_token = torch.zeros(num_rows, dtype=torch.int32, device=device)
+            self._drafting = DraftInputs(
+                token_ids=no_token,
+                positions=no_token.clone(),
+                slots=torch.full((num_rows,), -1, dtype=torch.int64, device=device),
+                seq_lens=torch.ones_like(no_token),
+                sample_positions=torch.full_like(no_token, -1),
+            )
+            self._nth = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._adapters: StepAdapters | None = None
         if active is not None:
             tokens = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
@@ -145,6 +157,8 @@ class CudaBatchState(BatchState):
         which = which.to(torch.int64)
         if self.verifies:
             self.row_lengths.index_copy_(0, which, lengths)
+        if self._spare_blocks is not None:
+            self.block_table.index_copy_(0, which, self._spare_blocks[which])
         sampling.ints.index_copy_(0, which, ints.view(torch.int64).view(-1, 3))
         sampling.floats.index_copy_(0, which, floats.view(torch.float32).view(-1, 6))
         self._copy_runs(self.token_ids, runs.view(-1, 4), tokens_there, int(token_runs[:, 3].max()))
@@ -220,7 +234,6 @@ class CudaBatchState(BatchState):
         """Return the inputs of the step that was sent last."""
         n, tokens = shape.num_reqs, shape.num_tokens
         rows, starts, lens = self._rows[:n], self._query_start_loc[: n + 1], self._seq_lens[:n]
-        out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
         adapters = points = None
         if shape.is_adapted:
             assert self._adapters is not None
@@ -237,16 +250,27 @@ class CudaBatchState(BatchState):
                 of_points = of_requests, self._point_adapters[: shape.num_points]
                 adapters = adapters._replace(requests=of_points[1])
             self._locate(points, rows, starts, self.row_lengths, of_points)
-        self._expand(
-            rows,
-            starts,
-            lens,
-            self.token_ids,
-            self.block_table,
-            self.block_size,
-            out,
-            None if adapters is None or of_requests is None else (of_requests, adapters.tokens),
-        )
+        of_tokens = None
+        if adapters is not None and of_requests is not None:
+            of_tokens = of_requests, adapters.tokens
+        token_ids, batch = self._packed_tokens(shape, lens, of_tokens)
+        return StepInputs(token_ids, batch, sample_rows, sample_positions, adapters, points)
+
+    def _packed_tokens(
+        self,
+        shape: StepShape,
+        lens: torch.Tensor,
+        adapters: tuple[torch.Tensor, torch.Tensor] | None = None,
+        ahead: int = 0,
+    ) -> tuple[torch.Tensor, AttentionBatch]:
+        """Return token ids and attention batch of the step that was sent last.
+
+        lens, adapters, ahead: see `reference.expand_inputs`."""
+        n, tokens = shape.num_reqs, shape.num_tokens
+        rows, starts = self._rows[:n], self._query_start_loc[: n + 1]
+        out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
+        tables = self.token_ids, self.block_table, self.block_size
+        self._expand(rows, starts, lens, *tables, out, adapters, ahead)
         batch = AttentionBatch(
             positions=out[1],
             slot_mapping=out[2],
@@ -259,7 +283,44 @@ class CudaBatchState(BatchState):
             verifies=shape.verifies,
             order=self._order[:n],
         )
-        return StepInputs(out[0], batch, sample_rows, sample_positions, adapters, points)
+        return out[0], batch
+
+    # ---- for a drafter, after the step
+
+    def observed(self, shape: StepShape, ahead: int) -> tuple[torch.Tensor, AttentionBatch]:
+        """Return the inputs of the step that was sent last, once its tokens are accepted.
+
+        The ids are those of the tokens `ahead` positions later. The batch wants the token before
+        each request's newest one."""
+        points = self.points(shape)
+        token_ids, batch = self._packed_tokens(shape, points.seq_lens, None, ahead)
+        last = points.starts[:-1] + self.counts[: shape.num_reqs] - 1
+        batch.wanted = points.tokens.index_select(0, last.clamp_(min=0))
+        return token_ids, batch
+
+    def before_draft(
+        self, nth: int, num_reqs: int, ahead: int, limit: int, max_seq_len: int
+    ) -> tuple[DraftInputs, AttentionBatch]:
+        """Return the inputs from which draft `nth` of each request follows.
+
+        See `kernels.drafts.draft_inputs`."""
+        rows, points = self._rows[:num_reqs], self.points()
+        inputs = DraftInputs(*(one[:num_reqs] for one in self._drafting))
+        tables = self.token_ids, self.block_table, self.block_size
+        ends = points.ends[:num_reqs]
+        self._draft_inputs(ends, rows, self.row_lengths, *tables, nth, ahead, limit, inputs)
+        batch = AttentionBatch(
+            positions=inputs.positions,
+            slot_mapping=inputs.slots,
+            query_start_loc=self._nth[: num_reqs + 1],
+            seq_lens=inputs.seq_lens,
+            rows=rows,
+            block_table=self.block_table,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            order=self._order[:num_reqs],
+        )
+        return inputs, batch
 
 
 def first_points(step: SchedulerOutput) -> npt.NDArray[np.int64]:

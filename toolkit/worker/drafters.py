@@ -29,6 +29,7 @@ from toolkit.speculative.eagle import EagleModel, EagleNetwork, build_eagle, tap
 from toolkit.speculative.model_drafter import Network
 from toolkit.weights.formats import read_packings
 from toolkit.weights.loader import find_weights, stored_tensors, tensor_names
+from toolkit.worker.graph_policy import GraphPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,6 @@ def check(config: EngineConfig, target: Target) -> Speculation | None:
     problem = None
     if isinstance(described, Encoder) or not has_head(target.config):
         problem = f"{name} generates no text"
-    elif target.device.type != "cpu" and wanted.model is not None:
-        problem = f"the method {wanted.method} runs on CPUs only so far; on GPUs, ngram does"
     elif target.device.type != "cpu" and kernels_for(target.device) is None:
         problem = "on GPUs it needs the package triton"
     elif target.device.type != "cpu" and config.parallel.pipeline_parallel_size > 1:
@@ -134,9 +133,10 @@ class DraftModelLoader:
         find_weights(model, self.folder, given.load_format, given.seed)(threading.Event())
         if self._config.cache.kv_cache_dtype == "fp8" and isinstance(model, Decoder):
             scale_cache(model)
-        model.pack_weights()
-        if self._config.device.enforce_eager:
-            model.disable_recording()
+        if self._target.device.type == "cpu":
+            model.pack_weights()
+            if self._config.device.enforce_eager:
+                model.disable_recording()
         return Loaded(model, DraftModel(model, target.vocab_size), self._most, self._limit)
 
     def _build(self, device: torch.device, max_model_len: int) -> Model:
@@ -190,7 +190,8 @@ class EagleLoader:
         given, limit = self._config.model, self._target.max_model_len
         model = self._build(self._target.device, limit)
         find_weights(model, self.folder, given.load_format, given.seed)(threading.Event())
-        model.pack_weights()
+        if self._target.device.type == "cpu":
+            model.pack_weights()
         network = EagleNetwork(model, target, taps_of(self._described))
         return Loaded(model, network, self._most, limit)
 
@@ -220,7 +221,17 @@ class EagleLoader:
                 max_model_len=max_model_len,
                 quantization=None if self._packings else quantization,
                 packings=self._packings,
+                target=self._target.device,
             )
+
+
+def no_room_error(policy: GraphPolicy) -> ConfigError:
+    """Return the error of steps that have no room for drafts."""
+    return _error(
+        f"a step of {policy.max_num_tokens} tokens has no room for drafts next to a token of each "
+        f"of {policy.max_num_seqs} requests. Raise --max-num-batched-tokens, or lower "
+        "--max-num-seqs"
+    )
 
 
 def _error(problem: str) -> ConfigError:

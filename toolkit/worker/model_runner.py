@@ -243,7 +243,7 @@ class ModelRunner:
             self.adapters.head_active.set(nothing, nothing)
         rows = points.rows[points.firsts]
         # A logits processor may count on seeing each position once, in order.
-        wanting = ~self.state.sampling.processors.asked[rows]
+        wanting = ~self.state.sampling.processors.asked[rows] & step.drafts
         with self._computing():
             self.drafter.observe(step)
             found = self.drafter.propose(rows[wanting])

@@ -63,7 +63,7 @@ class WarmUp:
                 for num_tokens in self._up_to(sizes, self._info.max_model_len):
                     self._run_step([num_tokens])
                 return
-            with runner.model.with_few_layers():
+            with self._cuda_runner.with_few_layers():
                 self.run()
                 self._run_step([1], is_constrained=True)
                 shapes = self._shapes(kernels.row_classes)
@@ -139,7 +139,7 @@ class WarmUp:
 
         Each as (requests, seconds), rising."""
         runner = self._runner
-        if not isinstance(runner, CudaRunner) or runner.lookup is None:
+        if not isinstance(runner, CudaRunner) or not runner.state.verifies:
             return [], []
         policy = runner.policy
         if not policy.captures:

@@ -47,6 +47,7 @@ from toolkit.weights.quantization import require
 from toolkit.worker import drafters, memory_budget
 from toolkit.worker.adapter_reading import AdapterReader, max_lora_rank
 from toolkit.worker.batch_state import BatchState
+from toolkit.worker.cuda_drafter import CudaDrafter
 from toolkit.worker.cuda_runner import CudaRunner
 from toolkit.worker.cuda_state import CudaBatchState
 from toolkit.worker.encoder_runner import EncoderRunner
@@ -170,7 +171,7 @@ class Worker:
                 self.info.adapters = self._reader.read_modules()
         self._add_pooling(model, model_config, device)
         if speculation is not None:
-            self._add_drafter(speculation, model)
+            self._describe_drafter(speculation)
             if device.type == "cpu":
                 warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
                 self.info.step_seconds = warm_up.step_seconds(self.world.total)
@@ -298,29 +299,44 @@ class Worker:
             self.runner.pooling, self.info.pooling = found
             self.info.generates = has_head(model_config) and not has_pooling(self.folder)
 
-    def _add_drafter(self, speculation: Speculation, model: CausalLM) -> None:
-        """Have steps verify drafts."""
-        state, loaded, runner = self.runner.state, self._drafter_model, self.runner
+    def _describe_drafter(self, speculation: Speculation) -> None:
         self.info.most_drafts = speculation.num_speculative_tokens
+        self.info.reads_predictions = self._drafter_model is None
+        if isinstance(self.runner, CudaRunner):
+            self.info.most_step_drafts = self.runner.policy.most_step_drafts
+            self.info.drafts_on_device = True
+            drafter = self.runner.draft_runner
+            if drafter is not None and self.runner.policy.captures and not drafter.is_capturable:
+                logger.warning(
+                    "the drafter runs without CUDA graphs: its code may wait for the GPU"
+                )
+
+    def _add_drafter(
+        self,
+        runner: ModelRunner,
+        speculation: Speculation,
+        num_blocks: int,
+        num_host_blocks: int,
+        max_model_len: int,
+    ) -> None:
+        """Have steps verify drafts. The numbers of blocks are those of the model's cache."""
+        state, loaded = runner.state, self._drafter_model
+        if isinstance(runner, CudaRunner) and not runner.state.verifies:
+            raise drafters.no_room_error(runner.policy)
         if loaded is None:
-            self.info.reads_predictions = True
             if isinstance(runner, CudaRunner):
                 runner.lookup = DeviceLookup(speculation, runner.kernels, runner.state)
-                self.info.most_step_drafts = runner.policy.most_step_drafts
-                self.info.drafts_on_device = True
             elif self.stage.is_last:
-                self.runner.drafter = NgramDrafter(
-                    speculation, state.token_ids.numpy(), state.lengths
-                )
+                runner.drafter = NgramDrafter(speculation, state.token_ids.numpy(), state.lengths)
             return
-        block_size, num_blocks = state.block_size, self.info.num_blocks
+        block_size = state.block_size
         spare = loaded.spare_blocks(block_size)
         cache = KVCache(
             loaded.model,
             num_blocks=num_blocks + spare * len(state.lengths),
-            num_host_blocks=self.info.num_host_blocks,
+            num_host_blocks=num_host_blocks,
             block_size=block_size,
-            dtype=self.runner.cache.dtype,
+            dtype=runner.cache.dtype,
             device=state.device,
         )
         backend, _ = choose_backend(
@@ -333,9 +349,19 @@ class Worker:
         )
         cache.bind(loaded.model, backend)
         state.set_spare_blocks(num_blocks, spare)
-        self.runner.caches.append(cache)
-        limit = min(loaded.limit, self.info.max_model_len)
-        self.runner.drafter = ModelDrafter(loaded.network, state, loaded.most, limit)
+        runner.caches.append(cache)
+        limit = min(loaded.limit, max_model_len)
+        if isinstance(runner, CudaRunner):
+            runner.draft_runner = CudaDrafter(
+                loaded.network,
+                runner.state,
+                runner.kernels,
+                runner.policy,
+                limit,
+                is_capturable=backend.is_capturable and not loaded.model.may_synchronize,
+            )
+        else:
+            runner.drafter = ModelDrafter(loaded.network, state, loaded.most, limit)
 
     def _budget(self, device: torch.device) -> int:
         """Return the token budget of one step."""
@@ -426,7 +452,8 @@ class Worker:
             )
         given = self.config.model
         fill = find_weights(model, self.folder, given.load_format, given.seed, everything.slots())
-        if device.type == "cuda" and self.world.size == 1:
+        # Not while a drafter's model is built: PyTorch's default dtype is that of all threads.
+        if device.type == "cuda" and self.world.size == 1 and not drafter_bytes:
             self._loading = Loading(partial(self._fill, model, device, fill), device)
             return model
         # On a CPU, loading uses the main thread's PyTorch threads. Several ranks compile kernels
@@ -506,6 +533,12 @@ class Worker:
         most_drafts = 0 if wanted is None else wanted.num_speculative_tokens
 
         def runner(num_blocks: int, num_host_blocks: int, max_len: int) -> ModelRunner:
+            made = plain_runner(num_blocks, num_host_blocks, max_len)
+            if wanted is not None:
+                self._add_drafter(made, wanted, num_blocks, num_host_blocks, max_len)
+            return made
+
+        def plain_runner(num_blocks: int, num_host_blocks: int, max_len: int) -> ModelRunner:
             cache = KVCache(
                 model,
                 num_blocks=num_blocks,
