@@ -64,6 +64,7 @@ def generate(
         ("qwen2-moe", {}),
         ("qwen3-moe", {"enable_expert_parallel": True}),
         ("qwen3", {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}),
+        ("qwen3", {"speculative_config": {"method": "draft_model"}}),
     ],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint, name, settings, size):
@@ -74,6 +75,8 @@ def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint, name, setting
         temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
     )
     more = {"max_num_batched_tokens": 32} | settings
+    if (config := settings.get("speculative_config", {})).get("method") == "draft_model":
+        more["speculative_config"] = config | {"model": str(checkpoint(name))}
     results, log = in_a_process(generate, str(checkpoint(name)), size, more, prompts, params)
     assert f"all-reduce over {size} GPUs: 8 KiB" in log
     for prompt, result in zip(prompts, results, strict=True):

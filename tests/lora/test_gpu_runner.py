@@ -24,8 +24,13 @@ def test_adapters_in_use_are_numbered_by_first_appearance():
         assert (index.tolist(), used.tolist()) == expected
 
 
-def test_the_gpu_runner_adapts_as_the_cpu_runner(adapter, checkpoint, triton_runs, monkeypatch):
-    """Chunks of prompts and mixed batches: the last layer's end computes fewer rows than tokens."""
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_gpu_runner_adapts_as_the_cpu_runner(
+    adapter, checkpoint, triton_runs, monkeypatch, drafts: bool
+):
+    """Chunks of prompts and mixed batches: the last layer's end computes fewer rows than tokens.
+
+    A drafter has no adapters, and does not change what they compute."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     from toolkit.kernels.triton import lora
@@ -36,9 +41,9 @@ def test_the_gpu_runner_adapts_as_the_cpu_runner(adapter, checkpoint, triton_run
     folders = {"first": first.folder, "second": second.folder}
     prompts = [PROMPT[:9], PROMPT[:4], PROMPT[:3]]
 
-    def answers() -> tuple[str, list[list[int]]]:
+    def answers(**more) -> tuple[str, list[list[int]]]:
         settings = {"max_num_batched_tokens": 7, "max_lora_rank": 20, "attention_backend": "torch"}
-        llm = engine(checkpoint(first.base), folders, **settings)
+        llm = engine(checkpoint(first.base), folders, **settings | more)
         runner = type(llm._core.executor._worker.runner).__name__
         found = tokens(generate(llm, prompts, ["first", "", "second"], max_tokens=3))
         found += tokens(generate(llm, prompts[:1], [""], max_tokens=2))
@@ -47,6 +52,7 @@ def test_the_gpu_runner_adapts_as_the_cpu_runner(adapter, checkpoint, triton_run
 
     expected = answers()
     monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
-    actual = answers()
+    config = {"method": "draft_model", "model": str(checkpoint(first.base))}
+    actual = answers(**{"speculative_config": config, "max_num_seqs": 3} if drafts else {})
     assert (expected[0], actual[0]) == ("ModelRunner", "CudaRunner")
     assert actual[1] == expected[1]

@@ -1,11 +1,59 @@
 """Fixtures of tests of drafters."""
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+import torch
+
+from toolkit.attention.torch import TorchBackend
+from toolkit.kernels.table import Kernels
 from toolkit.scheduler.speculation import StepCosts
+from toolkit.worker.worker import Worker
 
 
 @pytest.fixture(autouse=True)
 def all_drafts_pay(monkeypatch: pytest.MonkeyPatch):
     """Verify all drafts: what steps of a tiny model take would decide otherwise."""
     monkeypatch.setattr(StepCosts, "useful", lambda self, num_drafts, *others: num_drafts)
+
+
+@pytest.fixture
+def gpu_runner(triton_runs: bool, monkeypatch: pytest.MonkeyPatch):
+    """Run the GPU's runner on the CPU, with its kernels in Triton's interpreter."""
+    if not triton_runs:
+        pytest.skip("Triton was imported without its interpreter")
+    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
+    monkeypatch.setattr(Worker, "_compile_kernels", lambda *_: None)  # there is no compiler
+    # Steps that overlap have the same buffers, which a GPU copies in order.
+    monkeypatch.setattr("toolkit.worker.model_runner.to_host", torch.clone)
+
+
+class Rerun:
+    """Stands for a CUDA graph: a replay runs the function again, into the tensor it returned."""
+
+    def __init__(self, run: Callable[[], torch.Tensor | None], out: torch.Tensor | None) -> None:
+        self._run, self._out = run, out
+
+    def replay(self) -> None:
+        result = self._run()
+        if result is not None and self._out is not None:
+            self._out.copy_(result)
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.fixture
+def rerun_graphs(gpu_runner: None, monkeypatch: pytest.MonkeyPatch):
+    """Have the GPU's runner pad steps to those it would capture."""
+
+    def capture(run: Callable[[], torch.Tensor | None], pool: object) -> tuple[Rerun, object]:
+        out = run()
+        return Rerun(run, out), out
+
+    for module in ("cuda_runner", "cuda_drafter"):
+        monkeypatch.setattr(f"toolkit.worker.{module}.capture", capture)
+    monkeypatch.setattr("toolkit.worker.cuda_runner.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(TorchBackend, "is_capturable", True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from tests.speculative.drafting import logged_steps
 from toolkit import LLM, SamplingParams
-from toolkit.kernels.table import Kernels
 from toolkit.sampling.params import StructuredOutputsParams
 
 PARAMS = {
@@ -20,6 +18,7 @@ PARAMS = {
     "forbidden": {"bad_words_token_ids": [[3, 3], [8, 8]], "min_tokens": 3},
     "seeded": {"temperature": 0.3, "seed": 11},
     "seeded top-k": {"temperature": 0.3, "seed": 12, "top_k": 5, "logprobs": 0},
+    "grammar": {"structured_outputs": StructuredOutputsParams(regex="(ab|ba){12}")},
     "off": {"num_speculative_tokens": 0},
 }
 SETTINGS = {
@@ -31,19 +30,11 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
-def gpu_runner(triton_runs, monkeypatch):
-    if not triton_runs:
-        pytest.skip("Triton was imported without its interpreter")
-    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
-    # Steps that overlap have the same buffers, which a GPU copies in order.
-    monkeypatch.setattr("toolkit.worker.model_runner.to_host", torch.clone)
-
-
-def test_answers_are_those_without_drafts(checkpoint, gpu_runner):
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_answers_are_those_without_drafts(checkpoint, gpu_runner, method):
     """Requests with and without drafts, chunks of prompts, and steps that overlap."""
     rng = random.Random(3)
-    prompts = [[rng.randrange(90) for _ in range(n)] * 2 for n in (3, 9, 30, 1, 8, 21, 12, 5)]
+    prompts = [[rng.randrange(90) for _ in range(n)] * 2 for n in (3, 9, 30, 1, 8, 21, 12, 7, 5)]
     params = [SamplingParams(max_tokens=24, ignore_eos=True, **{"temperature": 0.0} | p)
               for p in PARAMS.values()]  # fmt: skip
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -57,7 +48,10 @@ def test_answers_are_those_without_drafts(checkpoint, gpu_runner):
         return [one.outputs[0] for one in found], log
 
     expected, _ = answers()
-    found, log = answers(speculative_config={"method": "ngram", "prompt_lookup_min": 1})
+    config = {"method": method, "prompt_lookup_min": 1}
+    if method == "draft_model":
+        config = {"method": method, "model": str(checkpoint("qwen3"))}
+    found, log = answers(speculative_config=config)
     assert log.num_drafts > 40
     assert 0 < log.num_accepted < log.num_drafts
     for a, b in zip(expected, found, strict=True):
@@ -105,14 +99,19 @@ def test_answers_on_a_gpu(checkpoint):
 
     A graph of 64 tokens has room for as many points, which are not a prompt's first tokens."""
     rng = random.Random(3)
-    prompts = [[rng.randrange(90) for _ in range(n)] * 2 for n in (3, 9, 30, 1, 8, 21, 12, 5)]
+    prompts = [[rng.randrange(90) for _ in range(n)] * 2 for n in (3, 9, 30, 1, 8, 21, 12, 7, 5)]
     params = [SamplingParams(max_tokens=48, ignore_eos=True, **{"temperature": 0.0} | p)
               for p in PARAMS.values()]  # fmt: skip
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "dtype": "float32"}
+    drafters = (
+        None,
+        {"method": "ngram", "prompt_lookup_min": 1},
+        {"method": "draft_model", "model": str(checkpoint("qwen3"))},
+    )
     found = []
     for enforce_eager in (True, False):
-        for config in (None, {"method": "ngram", "prompt_lookup_min": 1}):
+        for config in drafters:
             settings |= {"enforce_eager": enforce_eager, "speculative_config": config}
             llm = LLM(str(checkpoint("qwen3")), num_gpu_blocks_override=256, **settings)
             with logged_steps(llm) as log:
@@ -121,4 +120,4 @@ def test_answers_on_a_gpu(checkpoint):
             found.append([list(one.outputs[0].token_ids) for one in answers])
             if config:
                 assert 0 < log.num_accepted < log.num_drafts
-    assert found[1:] == found[:1] * 3
+    assert found[1:] == found[:1] * 5

@@ -23,6 +23,16 @@ CONFIGS = {
     "gpt2": transformers.GPT2Config(n_layer=3, n_embd=768, n_head=12, vocab_size=1501),
 }
 DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
+DRAFTERS = {
+    "draft_model": transformers.Qwen3Config(
+        **HIDDEN | {"hidden_size": 512, "num_hidden_layers": 2}, **HEADS, **ROOM
+    ),
+    "eagle": transformers.LlamaConfig(**HIDDEN | {"num_hidden_layers": 2}, **HEADS, **ROOM),
+    "eagle3": transformers.LlamaConfig(
+        **HIDDEN | {"num_hidden_layers": 1}, **HEADS, **ROOM, draft_vocab_size=700
+    ),
+}
+"""Networks, by method."""
 CASES = {
     "qwen3": ("qwen3", {"dtype": "bfloat16"}),
     "fp8": ("qwen3", {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}),
@@ -30,6 +40,13 @@ CASES = {
     "window, float16": ("mistral", {"dtype": "float16"}),
     "drafts": ("qwen3", {"dtype": "bfloat16", **DRAFTS}),
     "drafts, eager": ("mistral", {"dtype": "bfloat16", "enforce_eager": True, **DRAFTS}),
+    "draft model": ("qwen3", {"dtype": "bfloat16", "drafter": "draft_model"}),
+    "EAGLE-3": ("qwen3", {"dtype": "bfloat16", "drafter": "eagle3"}),
+    "EAGLE, eager": ("mistral", {"dtype": "float16", "enforce_eager": True, "drafter": "eagle"}),
+    "EAGLE-3, fp8": (
+        "qwen3",
+        {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8", "drafter": "eagle3"},
+    ),
     "gpt2": ("gpt2", {"dtype": "float16"}),
     "float32, fewer requests": ("gpt2", {"dtype": "float32", "max_num_seqs": 5}),
 }
@@ -44,6 +61,13 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if name == "gpt2":
         config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(folder)
+    if "drafter" in settings:
+        method, drafter = settings["drafter"], tmp_path_factory.mktemp("drafter")
+        network = DRAFTERS[method]
+        network.architectures = [type(network).__name__.replace("Config", "ForCausalLM")]
+        network.save_pretrained(drafter)
+        settings = {name: value for name, value in settings.items() if name != "drafter"}
+        settings["speculative_config"] = {"method": method, "model": str(drafter)}
     settings = {"max_num_seqs": 96, "gpu_memory_utilization": 0.2} | settings
     engine = LLM(str(folder), load_format="dummy", **settings)
     yield engine
