@@ -2,10 +2,10 @@
 
 Checkpoints have [rows, groups, 16] bytes, each with an even column in its low half and the next
 one in the high half, and [rows, groups] scales of a byte s, for 2 ** (s - 127). Kernels read steps
-of four groups, 64 bytes: word i of 16 bits has column i of each group, with its bits at `PLACES`.
-A row ends with groups of zeros that fill its last step. The scales are [steps, rows] words of four
-bytes, so that those of adjacent rows are. Source: OCP Microscaling Formats (MX) Specification 1.0.
-"""
+of four groups. A weight is [steps, rows, 32] words of 16 bits, and a step of adjacent rows is one
+stretch of memory: word i of a row has column i of each group, with its bits at `PLACES`. Scales are
+[steps, rows] words of four bytes. A row ends with groups of zeros that fill its last step. Source:
+OCP Microscaling Formats (MX) Specification 1.0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (11, 13, 14, 10))
 """For each group of a step, the place in a word of each bit of a number, the lowest first. After
 one shift, those of the first three are where bf16 has its sign, and the end of its exponent."""
-_ROWS_AT_ONCE = 8192  # takes 25 times the memory of their values
 
 
 def num_groups(columns: int) -> int:
@@ -30,22 +29,19 @@ def num_groups(columns: int) -> int:
     return -(-columns // STEP) * GROUPS
 
 
-def arrange_(blocks: Tensor) -> None:
-    """Put bytes [rows, groups, 16] of a checkpoint in the order of the kernels, in place."""
-    for first in range(0, len(blocks), _ROWS_AT_ONCE):
-        part = blocks[first : first + _ROWS_AT_ONCE]
-        numbers = torch.stack((part & 15, part >> 4), 3).view(len(part), -1, GROUPS, GROUP).int()
-        words = torch.zeros_like(numbers[:, :, 0])
-        for group, places in enumerate(PLACES):
-            for bit, place in enumerate(places):
-                words |= (numbers[:, :, group] >> bit & 1) << place
-        part.copy_(words.to(torch.int16).view(torch.uint8).view(part.shape))
+def arrange_(blocks: Tensor, scales: Tensor) -> None:
+    """Put bytes [rows, groups, 16] and scales [rows, groups] in the order of the kernels, in place.
 
-
-def arrange_scales_(scales: Tensor) -> None:
-    """Put bytes [rows, groups] of a checkpoint in the order of the kernels, in place."""
-    words = scales.view(torch.int32)
-    words.view(words.shape[::-1]).copy_(words.T.clone())
+    Takes 25 times their memory."""
+    rows = len(blocks)
+    numbers = torch.stack((blocks & 15, blocks >> 4), 3).view(rows, -1, GROUPS, GROUP).int()
+    words = torch.zeros_like(numbers[:, :, 0])
+    for group, places in enumerate(PLACES):
+        for bit, place in enumerate(places):
+            words |= (numbers[:, :, group] >> bit & 1) << place
+    blocks.view(-1).view(torch.int16).view(-1, rows, GROUP).copy_(words.transpose(0, 1))
+    exponents = scales.view(-1).view(torch.int32)
+    exponents.view(-1, rows).copy_(exponents.view(rows, -1).T.clone())
 
 
 def decode(numbers: Tensor) -> Tensor:
@@ -55,10 +51,9 @@ def decode(numbers: Tensor) -> Tensor:
 
 
 def dequantize(words: Tensor, scales: Tensor) -> Tensor:
-    """Return fp32 [rows, columns] of int16 [rows, words] and int32 [steps, rows] of kernels."""
-    steps, rows = scales.shape
-    words = words.view(rows, steps, GROUP).int()
-    bits = [[words >> place & 1 for place in places] for places in PLACES]
+    """Return fp32 [rows, columns] of int16 [steps, rows, 32] and int32 [steps, rows] of kernels."""
+    wide = words.transpose(0, 1).int()
+    bits = [[wide >> place & 1 for place in places] for places in PLACES]
     numbers = torch.stack([a | b << 1 | c << 2 | d << 3 for a, b, c, d in bits], 2)
     exponents = torch.stack([scales.T >> 8 * i & 255 for i in range(GROUPS)], 2)
-    return (decode(numbers) * torch.exp2(exponents.float() - 127)[..., None]).view(rows, -1)
+    return (decode(numbers) * torch.exp2(exponents.float() - 127)[..., None]).flatten(1)

@@ -319,7 +319,8 @@ class Stack(NamedTuple):
     """A weight of each expert of a layer, contiguous."""
 
     values: Tensor
-    """[num_experts, rows, columns], of x's type or FP8. MXFP4: int16 words, see `mxfp4`."""
+    """[num_experts, rows, columns], of x's type or FP8; int16 [num_experts, steps, rows, 32] of
+    MXFP4 (`mxfp4`)."""
     scale: Tensor | None = None
     """fp32 [num_experts, rows] of FP8; int32 [num_experts, steps, rows] of MXFP4."""
     bias: Tensor | None = None  # [num_experts, rows], of x's type

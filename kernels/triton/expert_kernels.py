@@ -330,13 +330,13 @@ def up_kernel(
     output = tl.minimum(tile * OUTPUTS + lane // 16 * 8 + lane % 8, size - 1)
     row = _gated_row(output, lane // 8 % 2, size, INTERLEAVED)
     if MXFP4:
-        steps = tl.cdiv(in_features, 128)
-        scales = scale_ptr + expert * (2 * size * steps) + row
+        first = expert * (2 * size) * tl.cdiv(in_features, 128) + row
     row += expert * (2 * size)
     token = pair // CHOSEN
     x_rows = x_ptr + token * in_features
     if MXFP4:
-        rows = weight_ptr + row * (32 * steps)
+        rows = weight_ptr + first * 32
+        scales = scale_ptr + first
         acc = mxfp4_product(rows, scales, 2 * size, x_rows, live, in_features, STAGES, EVEN)
     else:
         acc = _product(
@@ -417,15 +417,19 @@ def down_kernel(
     )
     is_used = tl.max(live.to(tl.int32), 0) > 0
     row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), size - 1)
-    length = in_features
+    line = tl.arange(0, FETCHED // LINE if FETCHED else 1)
     if MXFP4:
         steps = tl.cdiv(in_features, 128)
-        length = 32 * steps
-        scales = scale_ptr + expert * (size * steps) + row
-    row += expert * size
-    rows = weight_ptr + row * length
+        first = expert * size * steps + row
+        rows = weight_ptr + first * 32
+        scales = scale_ptr + first
+        row += expert * size
+        line = tl.minimum(line, steps - 1) * (size * 32)
+    else:
+        row += expert * size
+        rows = weight_ptr + row * in_features
+        line = tl.minimum(line * LINE, in_features - 1)
     if FETCHED and is_used:
-        line = tl.minimum(tl.arange(0, FETCHED // LINE) * LINE, length - 1)
         fetch(rows[:, None] + line[None, :])
     share = tl.load(share_ptr + pair, mask=live, other=0.0)
     wait(PDL)

@@ -110,7 +110,7 @@ def experts(
 
     Raises ValueError for other shapes and types, and an unknown activation."""
     chosen, gate = Chosen(ids, weights), Gate(activation, interleaved)
-    size = up.values.shape[1] // 2
+    size = up.values.shape[-2] // 2
     _check(x, chosen, up, down)
     if activation not in GATES:
         check_kind(activation)
@@ -143,9 +143,7 @@ def best_tiles(num_tokens: int, num_chosen: int, up: Stack, columns: tuple[int, 
         tokens = 8 if num_tokens <= 8 else 16
     else:
         most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
-        limit = 256 if is_mxfp4(up) else 128
-        mean = most * num_chosen // len(up.values)
-        tokens = min(limit, max(16, triton.next_power_of_2(2 * mean)))
+        tokens = min(128, max(16, triton.next_power_of_2(2 * most * num_chosen // len(up.values))))
     choose = _best_mxfp4_tile if is_mxfp4(up) else partial(_best_tile, up.values.itemsize)
     return Tiles(*(choose(tokens, count) for count in columns))
 
@@ -164,12 +162,14 @@ def _best_tile(itemsize: int, tokens: int, in_features: int) -> Tile:
 def _best_mxfp4_tile(tokens: int, in_features: int) -> Tile:
     if tokens <= FEW_PAIRS:
         return Tile(tokens, 64, mxfp4.STEP, 4, 4)
-    return Tile(tokens, 128, mxfp4.STEP, 2 if tokens == 256 else 3, 4 if tokens == 64 else 8)
+    if tokens == 64:
+        return Tile(tokens, 128, mxfp4.STEP, 3, 4)
+    return Tile(tokens, 256, mxfp4.STEP, 4, 8)
 
 
 def _check(x: Tensor, chosen: Chosen, up: Stack, down: Stack) -> None:
     num_tokens, hidden = x.shape
-    num_experts, rows, _ = up.values.shape
+    num_experts, rows = len(up.values), up.values.shape[-2]
     tensors = (x, *chosen, *up, *down)
     if not all(one.is_contiguous() for one in tensors if one is not None):
         raise ValueError("x, ids, weights, and the tensors of up and down must be contiguous")
@@ -196,7 +196,7 @@ def _check_stack(name: str, stack: Stack, dtype: torch.dtype, shape: tuple[int, 
     wanted = dtype if scale is None else FP8
     if is_mxfp4(stack):
         steps = mxfp4.num_groups(columns) // mxfp4.GROUPS
-        shape, wanted = (num_experts, rows, steps * mxfp4.GROUP), torch.int16
+        shape, wanted = (num_experts, steps, rows, mxfp4.GROUP), torch.int16
         scale_type, scales = torch.int32, (num_experts, steps, rows)
         if scale is None or dtype == torch.float16:
             raise ValueError("MXFP4 has scales, and needs bf16 or fp32 rows")
@@ -212,7 +212,7 @@ def _check_stack(name: str, stack: Stack, dtype: torch.dtype, shape: tuple[int, 
 
 def _run_vector(x: Tensor, chosen: Chosen, up: Stack, down: Stack, gate: Gate, out: Tensor) -> None:
     """Compute `experts` of one token, whose down products are summed in registers."""
-    num_chosen, hidden, size = chosen.ids.shape[1], x.shape[1], up.values.shape[1] // 2
+    num_chosen, hidden, size = chosen.ids.shape[1], x.shape[1], up.values.shape[-2] // 2
     is_scaled = up.scale is not None
     rows = 4 if is_scaled else 2
     choices = triton.next_power_of_2(num_chosen)
@@ -266,7 +266,7 @@ def _run_tiles(
     """Compute `experts` of several tokens."""
     ids = chosen.ids
     (num_tokens, num_chosen), num_experts = ids.shape, len(up.values)
-    hidden, size = x.shape[1], up.values.shape[1] // 2
+    hidden, size = x.shape[1], up.values.shape[-2] // 2
     is_few = tiles.hold(num_tokens)
     is_quantized = up.values.dtype == FP8 and tiles.quantizes_x
     blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)

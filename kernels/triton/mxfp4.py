@@ -83,7 +83,7 @@ def numbers(words, exponents):
 def product(
     rows,
     scales,
-    scale_stride,
+    num_rows,
     x_rows,
     live,
     in_features,
@@ -92,13 +92,14 @@ def product(
 ):
     """Multiply rows of x by rows of a weight: fp32 `[tokens, rows]`.
 
-    rows, scales: pointers to each row's words, and to its scales, which are `scale_stride` apart;
+    rows, scales: pointers to each row's words and scales of the first step; num_rows: of a step;
     x_rows, live: pointers to rows of x, and whether they exist."""
     column = tl.arange(0, GROUP)[None, :]
     acc = tl.zeros([rows.shape[0], live.shape[0]], tl.float32)
     for start in tl.range(0, in_features, STEP, num_stages=STAGES):
-        words = load_once(rows[:, None] + start // 4 + column, True, True)
-        exponents = tl.load(scales + start // STEP * scale_stride)
+        step = tl.cast(start // STEP, tl.int64) * num_rows
+        words = load_once(rows[:, None] + step * GROUP + column, True, True)
+        exponents = tl.load(scales + step)
         groups = numbers(words, exponents[:, None])
         for group in tl.static_range(4):
             at = start + group * GROUP + column

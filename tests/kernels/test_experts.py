@@ -96,7 +96,7 @@ def random_mxfp4(shape: torch.Size) -> tuple[Tensor, Tensor]:
     since kernels multiply them by zeros."""
     count, rows, columns = shape
     steps = mxfp4.num_groups(columns) // mxfp4.GROUPS
-    words = torch.randint(-(2**15), 2**15, (count, rows, steps * mxfp4.GROUP), dtype=torch.int16)
+    words = torch.randint(-(2**15), 2**15, (count, steps, rows, mxfp4.GROUP), dtype=torch.int16)
     scales = torch.randint(117, 123, (count, steps, rows, 4), dtype=torch.uint8)
     return words, scales.view(torch.int32)[..., 0].contiguous()
 
@@ -165,8 +165,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
 def check(kernels, call: dict[str, object], tiles: object = None) -> None:
     y = kernels.experts(**call, tiles=tiles)
     assert y.dtype == call["x"].dtype
-    up, down = call["up"].values, call["down"].values
-    used = tiles or kernels.best_tiles(*call["ids"].shape, call["up"], down.shape[:0:-1])
+    up, sizes = call["up"].values, (y.shape[1], call["up"].values.shape[-2] // 2)
+    used = tiles or kernels.best_tiles(*call["ids"].shape, call["up"], sizes)
     is_quantized = up.dtype == reference.FP8 and used.quantizes_x
     assert_close(y, reference.experts(**call), QUANTIZED_TOLERANCE if is_quantized else None)
 
@@ -353,11 +353,9 @@ def test_mxfp4_is_dequantized_exactly():
     """Numbers and scales of the specification, in the order of checkpoints and of kernels."""
     torch.manual_seed(0)
     blocks, scales, expected = random_blocks(9, 300)
-    mxfp4.arrange_(blocks)
-    mxfp4.arrange_scales_(scales)
-    words = blocks.flatten(1).view(torch.int16)
-    steps = scales.view(torch.int32).view(-1, 9)
-    actual = mxfp4.dequantize(words, steps)
+    mxfp4.arrange_(blocks, scales)
+    words = blocks.view(-1).view(torch.int16).view(-1, 9, 32)
+    actual = mxfp4.dequantize(words, scales.view(-1).view(torch.int32).view(-1, 9))
     assert torch.equal(actual[:, :300].double(), expected)
     assert not actual[:, 300:].any()
 
@@ -368,10 +366,10 @@ def test_kernels_have_the_numbers_of_mxfp4_exactly(kernels, device, exponent):
 
     def stack(numbers: Tensor, exponent: int) -> Stack:
         blocks = (numbers[:, ::2] | numbers[:, 1::2] << 4).view(-1, 4, 16)
-        mxfp4.arrange_(blocks)
-        scale = torch.full((1, 4 * len(numbers)), exponent).byte().view(torch.int32)
-        values = blocks.flatten(1).view(torch.int16)[None]
-        return Stack(values.to(device), scale[None].to(device))
+        scales = torch.full((len(numbers), 4), exponent).byte()
+        mxfp4.arrange_(blocks, scales)
+        words = blocks.view(-1).view(torch.int16).view(1, 1, -1, 32)
+        return Stack(words.to(device), scales.view(torch.int32).view(1, 1, -1).to(device))
 
     token = torch.arange(16)
     column = 16 * (token % 8) + token

@@ -123,11 +123,9 @@ def test_scales_are_read_bit_for_bit():
     padded[0, :, :1] = blocks
     padded[1, :, 0, :1] = scales[0]
     words, exponents = padded[0].clone(), padded[1, :, :, 0].clone()
-    mxfp4.arrange_(words)
-    mxfp4.arrange_scales_(exponents)
-    found = mxfp4.dequantize(
-        words.flatten(1).view(torch.int16), exponents.view(torch.int32).view(1, -1)
-    )
+    mxfp4.arrange_(words, exponents)
+    exponents = exponents.view(-1).view(torch.int32).view(1, -1)
+    found = mxfp4.dequantize(words.view(-1).view(torch.int16).view(1, -1, 32), exponents)
     assert torch.equal(found[:, :32], wide)
 
 

@@ -43,10 +43,8 @@ class MXFP4Weight(StackableWeight):
 
     def stack(self, count: int) -> Stack:
         rows = self.shape[0] // count
-        words = self.values.view(count, rows, -1).view(torch.int16)
-        return Stack(
-            words, self.scales.view(count, rows, -1).view(torch.int32).view(count, -1, rows)
-        )
+        words = self.values.view(-1).view(torch.int16).view(count, -1, rows, mxfp4.GROUP)
+        return Stack(words, self.scales.view(-1).view(torch.int32).view(count, -1, rows))
 
     def arrange_stack(self, count: int) -> None:
         if int(self.scales.max()) > mxfp4.MAX_SCALE:
@@ -54,9 +52,10 @@ class MXFP4Weight(StackableWeight):
                 f"A scale of the MXFP4 weights is 2 ** {int(self.scales.max()) - 127}, and at most "
                 f"2 is supported. The checkpoint is damaged."
             )
-        mxfp4.arrange_(self.values)
-        for scales in self.scales.view(count, -1, self.scales.shape[1]):
-            mxfp4.arrange_scales_(scales)
+        blocks = self.values.view(count, -1, *self.values.shape[1:])
+        scales = self.scales.view(count, -1, self.scales.shape[1])
+        for one in zip(blocks, scales, strict=True):
+            mxfp4.arrange_(*one)
 
     def part_slots(
         self,

@@ -34,8 +34,8 @@ MXFP4_SHAPES = (
     *((32, 128, stages, 4) for stages in (4, 8)),
     *((32, 128, stages, 2) for stages in (4, 8)),
     *((64, 128, stages, warps) for stages in (3, 6, 8) for warps in (2, 4)),
-    (64, 128, 2, 4),
-    *((128, 128, stages, warps) for stages in (2, 3) for warps in (4, 8)),
+    *((128, 128, 3, warps) for warps in (4, 8)),
+    *((256, 128, stages, 8) for stages in (3, 4)),
 )
 TOKENS = (1, 8, 64, 256, 2048, 8192)
 
@@ -86,7 +86,8 @@ class Weights(NamedTuple):
     def _stack(count: int, rows: int, columns: int, kind: str, device: torch.device) -> Stack:
         if kind == "mxfp4":
             steps = mxfp4.num_groups(columns) // mxfp4.GROUPS
-            words = torch.empty(count, rows, steps * mxfp4.GROUP, dtype=torch.int16, device=device)
+            shape = count, steps, rows, mxfp4.GROUP
+            words = torch.empty(shape, dtype=torch.int16, device=device)
             scale = torch.full((count, steps, rows), 0x78787878, dtype=torch.int32, device=device)
             bias = torch.randn(count, rows, device=device, dtype=DTYPE)
             return Stack(words.random_(-(2**15), 2**15), scale, bias)
@@ -157,8 +158,7 @@ def num_touched(calls: list[Step], how: Routing) -> float:
 
 def candidates(num_tokens: int, num_chosen: int, weights: Weights) -> Iterator[Tiles]:
     """Yield the best tiles, then others for each product, with those of the other product."""
-    size = weights.up.values.shape[1] // 2
-    sizes = weights.down.values.shape[1], size
+    sizes = weights.down.values.shape[-2], weights.up.values.shape[-2] // 2
     best = experts.best_tiles(num_tokens, num_chosen, weights.up, sizes)
     yield best
     is_mxfp4 = weights.up.values.dtype == torch.int16
@@ -178,7 +178,7 @@ def candidates(num_tokens: int, num_chosen: int, weights: Weights) -> Iterator[T
             yield best._replace(down=tile)
     if num_tokens > experts.FEW_TOKENS:  # other blocks
         for tokens in (best.up.tokens // 2, best.up.tokens * 2):
-            if 16 <= tokens <= (256 if is_mxfp4 else 128):
+            if 16 <= tokens <= 128:
                 is_few = tokens <= experts.FEW_PAIRS
                 rows, columns = (64, 128) if is_few else (2 * tokens, wide)
                 tile = Tile(tokens, rows, columns, 4, max(4, tokens // 16))
