@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import cublas
-from toolkit.kernels.triton import fp8, grouped, grouped_layout, linear, lora
+from toolkit.kernels.triton import fp8, fp8_matmul, grouped, grouped_layout, linear, lora
 from toolkit.kernels.triton.activation import activation as activated
 from toolkit.kernels.triton.activation import gated_activation
 from toolkit.kernels.triton.epilogue import Delta
 from toolkit.kernels.triton.lora import Factors
 from toolkit.kernels.triton.matmul import Unscaled
 
-MORE_ROW_CLASSES = (128, 192, 256)
-"""Numbers of rows above `matmul.ROW_CLASSES` for which `grouped` has kernels of their own."""
-GROUPED_TOKENS = MORE_ROW_CLASSES[-1]
+MORE_ROW_CLASSES = fp8_matmul.ROW_CLASSES
+"""Numbers of rows above `matmul.ROW_CLASSES` for which `grouped` and `fp8_matmul` have kernels of
+their own."""
+GROUPED_TOKENS = 256
 """Rows of x up to which products of grouped weights are one kernel."""
 ALIGNMENT = 16  # divisor of both sizes of an FP8 weight for `torch._scaled_mm`
 
@@ -132,6 +133,33 @@ def scaled_product(
     return y.to(dtype) if bias is None else torch.add(y, bias).to(dtype)
 
 
+def fp8_block_product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    factors: Factors | None = None,
+) -> Tensor:
+    """Return `fp8_product` with scales of blocks, fp32 `[blocks of rows, blocks of columns]`.
+
+    For many rows x has a scale for each token and block of columns. Raises ValueError if `up`
+    begins inside a block."""
+    if len(x) <= fp8.TOKENS or weight.shape[1] % ALIGNMENT:
+        return fp8.linear(x, weight, scale, bias, activation, gated, out, _shrink(x, factors))
+    if out is None:
+        size = weight.shape[0] // 2 if gated else weight.shape[0]
+        out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
+    rows, row_scales = fp8_matmul.quantize(x)
+    # `shrink` is the last kernel before the product, which reads x when that releases it.
+    delta = _shrink(x, factors)
+    return fp8_matmul.linear(
+        rows, row_scales, weight, scale, bias, activation, gated, out, delta=delta
+    )
+
+
 def grouped_product(
     x: Tensor | Unscaled,
     weight: grouped_layout.Grouped,
@@ -166,9 +194,9 @@ def grouped_add_norm(
     return grouped.add_norm(x, weight, residual, norm_weight, eps, square_sums, bias, delta=delta)
 
 
-def fuses_grouped_norm(num_tokens: int, weight: grouped_layout.Grouped) -> bool:
-    """Return True if an RMS norm is fused into `grouped_product`s of so many rows. Not FP8."""
-    return num_tokens <= linear.MAX_TOKENS and not weight.is_fp8
+def fuses_grouped_norm(num_tokens: int) -> bool:
+    """Return True if an RMS norm is fused into `grouped_product`s of so many rows."""
+    return num_tokens <= linear.MAX_TOKENS
 
 
 def _shrink(x: Tensor | Unscaled, factors: Factors | None) -> Delta | None:

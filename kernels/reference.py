@@ -20,6 +20,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # greatest number of e4m3 (Micikevicius et al., arXiv:2209.05433)
 FP8_MIN_GREATEST = 2.0**-100
 """Least maximum of a row, so that the scale of zeros has a finite inverse."""
+FP8_BLOCK = 128
+"""Rows and columns of a block of an FP8 weight. Of x, the elements with one scale."""
 
 
 def paged_attention(
@@ -361,13 +363,25 @@ def experts(
     return out.to(x.dtype)
 
 
-def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (rows in FP8, fp32 scales `[rows, 1]`). Each row's maximum becomes FP8_MAX."""
-    x = x.float()
-    greatest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_MIN_GREATEST)
+def quantize_fp8(x: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return (rows in FP8, fp32 scales `[rows, groups]`) of x `[rows, columns]`.
+
+    The maximum of each group of `size` columns becomes FP8_MAX. None: a row is one group."""
+    rows, columns = x.shape
+    size = size or columns
+    groups = -(-columns // size)
+    x = F.pad(x.float(), (0, groups * size - columns)).view(rows, groups, size)
+    greatest = x.abs().amax(2, keepdim=True).clamp(min=FP8_MIN_GREATEST)
     # A tensor: with a Python number, PyTorch's division rounds twice.
     limit = torch.full_like(greatest, FP8_MAX)
-    return rounded(x * (limit / greatest), FP8), greatest / limit
+    values = rounded(x * (limit / greatest), FP8).view(rows, groups * size)[:, :columns]
+    return values.contiguous(), (greatest / limit)[:, :, 0]
+
+
+def round_to_fp8(x: Tensor) -> Tensor:
+    """Return rows rounded to FP8 times a scale for each FP8_BLOCK elements, in fp32."""
+    values, scales = quantize_fp8(x, FP8_BLOCK)
+    return values.float() * scales.repeat_interleave(FP8_BLOCK, 1)[:, : x.shape[1]]
 
 
 def linear_scaled(
@@ -378,8 +392,16 @@ def linear_scaled(
     activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """Compute `linear` with an 8-bit weight and fp32 scales `[weight's rows]`."""
-    y = linear(x.float(), weight.float() * scale[:, None], bias, activation, gated)
+    """Compute `linear` with an 8-bit weight and fp32 scales `[weight's rows]`.
+
+    If it is FP8, the scales may be those of its blocks, `[blocks of rows, blocks of columns]`."""
+    rows, columns = weight.shape
+    if scale.dim() == 1:
+        scale = scale[:, None]
+    else:
+        scale = scale.repeat_interleave(FP8_BLOCK, 0)[:rows]
+        scale = scale.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    y = linear(x.float(), weight.float() * scale, bias, activation, gated)
     return y.to(x.dtype)
 
 

@@ -8,12 +8,12 @@ MAX_GROUP = 128  # columns with one scale
 MIN_WIDTH = 16  # columns of a plane in a step
 
 
-def group_and_step(bits: int, is_fp8: bool, columns: int, group: int) -> tuple[int, int] | None:
+def group_and_step(bits: int, columns: int, group: int) -> tuple[int, int] | None:
     """Return the columns with one scale, or a divisor, and those of a step. None: unsupported.
 
     A step has 1, 2 or 4 groups, at most one for each plane (`triton.grouped`): the columns of a
     plane have one scale."""
-    planes = 1 if is_fp8 else 16 // bits
+    planes = 16 // bits
     least, most = MIN_WIDTH * planes, MAX_GROUP * (2 if bits == 4 else 1)
     for size in (MAX_GROUP, 64, 32, 16):
         for step in (planes * size, planes * size // 2, planes * size // 4):

@@ -43,6 +43,7 @@ class Kernels:
         self.fuses_norm = products.fuses_norm
         self.product_add_norm = products.add_norm
         self.fp8_product = products.fp8_product
+        self.fp8_block_product = products.fp8_block_product
         self.grouped_product = products.grouped_product
         self.fuses_grouped_norm = products.fuses_grouped_norm
         self.grouped_add_norm = products.grouped_add_norm

@@ -93,16 +93,19 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def tile_rows(size, ROWS: tl.constexpr, GATED: tl.constexpr):
+def tile_rows(size, ROWS: tl.constexpr, GATED: tl.constexpr, tile=None):
     """Return (the weight's rows in a tile, the columns of the product).
 
-    If GATED, half of the rows are gate's and half up's. Rows past the last one repeat it."""
+    If GATED, half of the rows are gate's and half up's. Rows past the last one repeat it. tile:
+    None if it is the program's first index."""
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     lane = tl.arange(0, ROWS)
-    row = tl.minimum(tl.program_id(0) * OUTPUTS + lane % OUTPUTS, size - 1)
+    if tile is None:
+        tile = tl.program_id(0)
+    row = tl.minimum(tile * OUTPUTS + lane % OUTPUTS, size - 1)
     if GATED:
         row += lane // OUTPUTS * size
-    return row, tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    return row, tile * OUTPUTS + tl.arange(0, OUTPUTS)
 
 
 @triton.jit

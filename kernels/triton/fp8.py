@@ -1,9 +1,9 @@
 """FP8 (e4m3): rounding, quantization of rows, and products of few rows with FP8 weights.
 
 Products of few rows are bound by reading the weight, so only the weight is in FP8, with a scale per
-row, and x stays in 16 bits. One row of x is multiplied in registers, as in `linear`; for more see
-`matmul`. For many rows, x is quantized too (`quantize`), and the tensor cores multiply FP8 numbers.
-"""
+row or block, and x stays in 16 bits. One row of x is multiplied in registers, as in `linear`; for
+more see `matmul`. For many rows, x is quantized too (`quantize`), and the tensor cores multiply FP8
+numbers: by `fp8_matmul` if the weight has blocks."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toolkit.kernels.reference import FP8_BLOCK
+
 from .activation import apply, check_kind
 from .epilogue import (
     Delta,
@@ -25,7 +27,14 @@ from .epilogue import (
     row_delta,
 )
 from .linear import _load_bias
-from .matmul import MAX_TOKENS, load_once, matmul
+from .matmul import (
+    BLOCK,
+    MAX_TOKENS,
+    fetch_block_scales,
+    load_block_scales,
+    load_once,
+    matmul,
+)
 from .pdl import fetch, release, supported, wait
 
 FP8 = torch.float8_e4m3fn
@@ -73,16 +82,17 @@ def linear(
 ) -> Tensor:
     """Return act(x (W * scale)ᵀ + b), or act(gate) * up if W holds gate's rows, then up's.
 
-    x: `[num_tokens, in]`, not FP8; weight: FP8 `[size, in]`, gated: `[2 * size, in]`; scale (fp32)
-    and bias: one per row of the weight. All contiguous. Sums are in fp32, in an order that depends
-    on the shapes alone. More than MAX_TOKENS rows are done in runs. `delta` is added before bias,
+    x: `[num_tokens, in]`, not FP8; weight: FP8 `[size, in]`, gated: `[2 * size, in]`; scale: fp32,
+    one per row of the weight, or `[blocks of rows, blocks of columns]`, of FP8_BLOCK each; bias:
+    one per row of the weight. All contiguous. Sums are in fp32, in an order that depends on the
+    shapes alone. More than MAX_TOKENS rows are done in runs. `delta` is added before bias,
     activation and gate. Returns `[num_tokens, size]`.
 
     NOTE: on Hopper the kernel reads `weight` before the kernel ahead of it ends, like
     `linear.linear`.
 
-    Raises ValueError for an unknown activation, a weight that is not FP8, or tensors that are not
-    contiguous."""
+    Raises ValueError for an unknown activation, a weight that is not FP8, other scales, tensors
+    that are not contiguous, or if `up` begins inside a block."""
     num_tokens = len(x)
     size = weight.shape[0] // 2 if gated else weight.shape[0]
     if activation is not None:
@@ -91,6 +101,7 @@ def linear(
         raise ValueError(f"the weight must be {FP8}, not {weight.dtype}")
     if not x.is_contiguous() or not weight.is_contiguous():
         raise ValueError("x and the weight must be contiguous")
+    check_scales(scale, weight, gated)
     if out is None:
         out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if uses_vector(num_tokens, weight):
@@ -101,6 +112,16 @@ def linear(
             part = None if delta is None else delta.take(rows)
             matmul(x[rows], weight, scale, bias, activation, gated, out[rows], delta=part)
     return out
+
+
+def check_scales(scale: Tensor, weight: Tensor, gated: bool) -> None:
+    """Raise ValueError if these are not the scales of rows or blocks that a kernel supports."""
+    rows, columns = weight.shape
+    blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+    if scale.shape not in ((rows,), blocks) or not scale.is_contiguous():
+        raise ValueError(f"the scales must be [{rows}] or {list(blocks)}, contiguous")
+    if scale.dim() == 2 and gated and rows // 2 % FP8_BLOCK:
+        raise ValueError(f"gate's {rows // 2} rows are no multiple of {FP8_BLOCK}")
 
 
 def uses_vector(num_tokens: int, weight: Tensor) -> bool:
@@ -134,6 +155,7 @@ def _vector(
         ROWS=rows,
         COLUMNS=columns,
         EVEN=in_features % columns == 0,
+        BLOCKED=scale.dim() == 2,
         BIASED=bias is not None,
         KIND=activation or "",
         GATED=gated,
@@ -223,6 +245,30 @@ def _sums_by_four(words, x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _load_row_scale(pointers, BLOCKED: tl.constexpr, ROWS: tl.constexpr):
+    if BLOCKED:
+        scale = tl.full([ROWS], 1.0, tl.float32)
+    else:
+        scale = tl.load(pointers)
+    return scale
+
+
+@triton.jit
+def _times_blocks(sums, scale_ptr, first_row, start, in_features, BLOCKED: tl.constexpr):
+    """Multiply sums of words by the scales of their blocks of columns, if BLOCKED.
+
+    start: the first column. The rows are in the block of the first one. Each thread loads the scale
+    of its pairs of adjacent words."""
+    if BLOCKED:
+        pair = tl.arange(0, sums.shape[1] // 2)[None, :]
+        block = start // BLOCK + pair // (BLOCK // 8)
+        scales = scale_ptr + first_row // BLOCK * tl.cdiv(in_features, BLOCK)
+        scale = load_block_scales(scales, block, in_features)
+        sums *= tl.reshape(tl.join(scale, scale), [1, sums.shape[1]])
+    return sums
+
+
+@triton.jit
 def _vector_kernel(
     x_ptr,
     weight_ptr,
@@ -240,6 +286,7 @@ def _vector_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
+    BLOCKED: tl.constexpr,
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -263,11 +310,16 @@ def _vector_kernel(
         up_rows = rows + tl.cast(size, tl.int64) * num_words
         up = load_once(up_rows + word, word < num_words, EVEN)
         up_acc = tl.zeros([ROWS, WORDS], tl.float32)
-        up_scale = tl.load(scale_ptr + size + row)
+        up_scale = _load_row_scale(scale_ptr + size + row, BLOCKED, ROWS)
         up_bias = _load_bias(bias_ptr + size + row, BIASED, ROWS)
-    scale = tl.load(scale_ptr + row)
+    scale = _load_row_scale(scale_ptr + row, BLOCKED, ROWS)
     bias = _load_bias(bias_ptr + row, BIASED, ROWS)
     num_rows = 2 * size if GATED else size
+    first_row = tl.program_id(0) * ROWS
+    if BLOCKED and PDL:
+        fetch_block_scales(scale_ptr, row, in_features)
+        if GATED:
+            fetch_block_scales(scale_ptr, size + row, in_features)
     if RANK:
         slot, blocks = adapter_of_row(block_ptr, place_ptr, used_ptr)
         part = load_parts(row_part_ptr + row, PARTED, ROWS)
@@ -284,18 +336,22 @@ def _vector_kernel(
         x = tl.load(x_ptr + start + column)
         after = (start + COLUMNS) // 4 + word
         weight_after = load_once(rows + after, after < num_words, EVEN)
-        acc += _sums_by_four(weight, x, COLUMNS)
+        sums = _sums_by_four(weight, x, COLUMNS)
+        acc += _times_blocks(sums, scale_ptr, first_row, start, in_features, BLOCKED)
         weight = weight_after
         if GATED:
             up_after = load_once(up_rows + after, after < num_words, EVEN)
-            up_acc += _sums_by_four(up, x, COLUMNS)
+            sums = _sums_by_four(up, x, COLUMNS)
+            up_acc += _times_blocks(sums, scale_ptr, size + first_row, start, in_features, BLOCKED)
             up = up_after
     column += last
     if EVEN:
         x = tl.load(x_ptr + column)
     else:
         x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
-    y = tl.sum(acc + _sums_by_four(weight, x, COLUMNS), 1) * scale + bias
+    sums = _sums_by_four(weight, x, COLUMNS)
+    sums = _times_blocks(sums, scale_ptr, first_row, last, in_features, BLOCKED)
+    y = tl.sum(acc + sums, 1) * scale + bias
     wait(PDL and RANK)
     if RANK:
         y += row_delta(
@@ -311,7 +367,9 @@ def _vector_kernel(
     if KIND != "":
         y = apply(y, KIND)
     if GATED:
-        up_y = tl.sum(up_acc + _sums_by_four(up, x, COLUMNS), 1) * up_scale + up_bias
+        sums = _sums_by_four(up, x, COLUMNS)
+        sums = _times_blocks(sums, scale_ptr, size + first_row, last, in_features, BLOCKED)
+        up_y = tl.sum(up_acc + sums, 1) * up_scale + up_bias
         if RANK:
             up_y += row_delta(
                 low_ptr,

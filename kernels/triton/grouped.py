@@ -1,4 +1,4 @@
-"""Products with weights that have a scale for each group of columns: int4, int8 and FP8.
+"""Products with weights that have a scale for each group of columns: int4 and int8.
 
 Products of few rows are bound by reading the weight, so it is converted in registers and x stays in
 16 bits. One loop serves all formats: it multiplies a step of columns by the tensor cores, then
@@ -40,7 +40,6 @@ from .matmul import (
     Tile,
     Unscaled,
     late,
-    like,
     load_once,
     shared_memory,
     sum_of_programs,
@@ -175,15 +174,14 @@ def _run(
         num_rows // 2 if gated else num_rows,
         in_features,
         0 if delta is None else delta.low.shape[-1],
-        values.stride(-2),
-        weight.step_stride,
+        values.stride(1),
+        values.stride(0),
         scales.shape[1],
         share,
         TOKENS=tokens,
         ROWS=tile.rows,
         COLUMNS=columns,
         GROUP=weight.group,
-        BLOCK_ROWS=weight.block_rows,
         PLANES=weight.planes,
         SHIFTED=offsets is not None,
         PARTS=tile.parts,
@@ -210,7 +208,7 @@ def best_tile(weight: Grouped, num_tokens: int) -> Tile:
     num_rows, in_features = weight.shape
     is_wide, is_long = num_rows > 64 * MULTIPROCESSORS, in_features >= 8192
     if num_tokens <= FEW_TOKENS:
-        return _few_tokens_tile(num_tokens, num_rows, is_wide, is_long, weight.is_fp8)
+        return _few_tokens_tile(num_tokens, num_rows, is_wide, is_long)
     if num_tokens <= 32:
         return Tile(128, stages=3) if is_wide else Tile(64, stages=3, splits=4)
     programs = -(-num_rows // 64) * -(-num_tokens // TOKENS)
@@ -219,16 +217,7 @@ def best_tile(weight: Grouped, num_tokens: int) -> Tile:
     return Tile(64, stages=4 if programs <= MULTIPROCESSORS else 3)
 
 
-def _few_tokens_tile(
-    num_tokens: int, num_rows: int, is_wide: bool, is_long: bool, is_fp8: bool
-) -> Tile:
-    if is_fp8:
-        if is_wide:
-            return Tile(64, stages=4) if num_tokens <= 8 else Tile(64, stages=3, parts=2)
-        if is_long:
-            return Tile(16 if num_tokens <= 8 else 32, stages=4, parts=4, splits=2)
-        is_small = num_rows <= 4096
-        return Tile(16 if num_tokens <= 8 else 32, stages=6 if is_small else 4, parts=4)
+def _few_tokens_tile(num_tokens: int, num_rows: int, is_wide: bool, is_long: bool) -> Tile:
     if is_wide:
         return Tile(64, stages=3, parts=2 if num_tokens <= 8 else 1)
     if is_long:
@@ -383,7 +372,6 @@ def _fetch_groups(
     size,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """Prefetch the scales or offsets of a program: each step would wait for them."""
@@ -392,7 +380,7 @@ def _fetch_groups(
     row = tl.minimum(tl.program_id(0) * OUTPUTS + lane % OUTPUTS, size - 1)
     if GATED:
         row += lane // OUTPUTS * size
-    pointers = pointer + at_group + (row // BLOCK_ROWS)[:, None]
+    pointers = pointer + at_group + row[:, None]
     last = tl.minimum(share, left) // GROUP - 1
     for first in range(0, last + 1, 32):
         group = tl.minimum(first + tl.arange(0, 32), last).to(tl.int64)
@@ -432,7 +420,6 @@ def _grouped_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     PLANES: tl.constexpr,
     SHIFTED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -503,16 +490,12 @@ def _grouped_kernel(
         fetch(
             weight_ptr + (row.to(tl.int64) * row_stride)[:, None] + (steps * step_stride)[None, :]
         )
-        _fetch_groups(
-            scale_ptr, at_group, group_stride, share, left, size, ROWS, GROUP, BLOCK_ROWS, GATED
-        )
+        _fetch_groups(scale_ptr, at_group, group_stride, share, left, size, ROWS, GROUP, GATED)
         if SHIFTED:
-            _fetch_groups(
-                offset_ptr, at_group, group_stride, share, left, size, ROWS, GROUP, 1, GATED
-            )
+            _fetch_groups(offset_ptr, at_group, group_stride, share, left, size, ROWS, GROUP, GATED)
     values = weight_ptr + rows.to(tl.int64) * row_stride + word + part.to(tl.int64) * step_stride
     at_group += part * GROUPS * group_stride
-    scales = scale_ptr + at_group + rows // BLOCK_ROWS
+    scales = scale_ptr + at_group + rows
     offsets = offset_ptr + at_group + rows
     x_rows = x_ptr + begin + tokens.to(tl.int64) * in_features + part * COLUMNS + word
     live = tokens < num_tokens
@@ -536,10 +519,8 @@ def _grouped_kernel(
         words = load_once(values + at, inside, EVEN)
         if PLANES == 4:
             planes = _unpack_int4(words, DTYPE)
-        elif PLANES == 2:
-            planes = _unpack_int8(words, DTYPE)
         else:
-            planes = (like(words, DTYPE),)
+            planes = _unpack_int8(words, DTYPE)
         # The scales of the next step come from the L2 cache while this one is multiplied.
         after = start + (PARTS + part) * COLUMNS < end
         scales += PARTS * GROUPS * group_stride

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from toolkit.kernels.steps import group_and_step
 
-FP8 = torch.float8_e4m3fn
 ROWS_AT_ONCE = 8192  # of a weight that is arranged, which takes ten times its memory
 EXPANDED_ROWS = 64  # per program
 
@@ -29,39 +28,25 @@ class Grouped(NamedTuple):
 
     bits: int
     values: Tensor
-    """uint16 [steps, rows, words of a step], or e4m3 [rows, columns]. Word i of a step has its
-    columns i, i + words, ..., from the lowest bits on."""
-    scales: Tensor  # [groups, blocks of rows], any floating type
+    """uint16 [steps, rows, words of a step]. Word i of a step has its columns i, i + words, ...,
+    from the lowest bits on."""
+    scales: Tensor  # [groups, rows], any floating type
     offsets: Tensor | None  # [groups, rows], like the scales
     group: int  # columns with one scale
     columns: int  # of a step
-    block_rows: int  # rows with one scale
     shape: tuple[int, int]
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.values.dtype == FP8
 
     @property
     def planes(self) -> int:
         """Columns of a word, operands of a step."""
-        return 1 if self.is_fp8 else 16 // self.bits
-
-    @property
-    def step_stride(self) -> int:
-        return self.columns if self.is_fp8 else self.values.stride(0)
+        return 16 // self.bits
 
     def select(self, ids: Tensor) -> Grouped:
         """Return some rows."""
-        if self.is_fp8:  # not every device copies FP8 by index
-            values = self.values.view(torch.int8)[ids].view(self.values.dtype)
-        else:
-            values = self.values.view(torch.int16)[:, ids].view(torch.uint16)
         return self._replace(
-            values=values,
-            scales=self.scales[:, ids // self.block_rows].contiguous(),
+            values=self.values.view(torch.int16)[:, ids].view(torch.uint16),
+            scales=self.scales[:, ids].contiguous(),
             offsets=None if self.offsets is None else self.offsets[:, ids].contiguous(),
-            block_rows=1,
             shape=(len(ids), self.shape[1]),
         )
 
@@ -73,35 +58,27 @@ class Grouped(NamedTuple):
 
 def empty(
     shape: tuple[int, int],
-    dtype: torch.dtype,
     bits: int,
-    block: tuple[int, int],
+    group: int,
     scale_type: torch.dtype,
     offset_type: torch.dtype | None,
 ) -> Grouped | None:
     """Return an uninitialized weight. None: the kernels do not support its shape.
 
-    dtype: of `arrange`'s values; block: rows and columns with one scale. Integers have a scale for
-    each row."""
+    group: columns with one scale."""
     rows, columns = shape
-    block_rows, own = block
-    found = group_and_step(bits, dtype == FP8, columns, own)
+    found = group_and_step(bits, columns, group)
     if found is None:
         return None
     group, step = found
-    if dtype == FP8:
-        values = torch.empty(shape, dtype=dtype)
-    else:
-        values = torch.empty(columns // step, rows, step * bits // 16, dtype=torch.uint16)
-    blocks = columns // group, -(-rows // block_rows)
+    groups = columns // group, rows
     return Grouped(
         bits,
-        values,
-        torch.empty(blocks, dtype=scale_type),
-        None if offset_type is None else torch.empty(blocks, dtype=offset_type),
+        torch.empty(columns // step, rows, step * bits // 16, dtype=torch.uint16),
+        torch.empty(groups, dtype=scale_type),
+        None if offset_type is None else torch.empty(groups, dtype=offset_type),
         group,
         step,
-        block_rows,
         shape,
     )
 
@@ -114,26 +91,21 @@ def arrange(
     weight: Grouped,
     first: int = 0,
 ) -> None:
-    """Write rows of `weight`, from row `first` on, which begins a block.
+    """Write rows of `weight`, from row `first` on.
 
-    group: columns with one scale; values: [rows, columns], uint8 or e4m3, of 4 bits [rows, columns
-    / 2] with the even column in the low half; scales, offsets: [blocks of rows, groups]."""
-    rows = slice(first, first + len(values))
-    if weight.is_fp8:
-        weight.values[rows].copy_(values)
-    else:
-        words = weight.values.view(torch.int16)
-        for start in range(0, len(values), ROWS_AT_ONCE):
-            part = _words(values[start : start + ROWS_AT_ONCE], weight)
-            begin = first + start
-            words[:, begin : begin + len(part)].copy_(part.transpose(0, 1))
-    begin = first // weight.block_rows
+    group: columns with one scale; values: uint8 [rows, columns], of 4 bits [rows, columns / 2] with
+    the even column in the low half; scales, offsets: [rows, groups]."""
+    words = weight.values.view(torch.int16)
+    for start in range(0, len(values), ROWS_AT_ONCE):
+        part = _words(values[start : start + ROWS_AT_ONCE], weight)
+        begin = first + start
+        words[:, begin : begin + len(part)].copy_(part.transpose(0, 1))
     groups = weight.shape[1] // weight.group
     for numbers, ours in ((scales, weight.scales), (offsets, weight.offsets)):
         if numbers is not None and ours is not None:
             # The last group of columns may be smaller.
             repeated = numbers.repeat_interleave(group // weight.group, 1)[:, :groups]
-            ours[:, begin : begin + len(numbers)].copy_(repeated.T)
+            ours[:, first : first + len(numbers)].copy_(repeated.T)
 
 
 def _words(values: Tensor, weight: Grouped) -> Tensor:
@@ -158,13 +130,12 @@ def expand(weight: Grouped, dtype: torch.dtype) -> Tensor:
         out,
         rows,
         columns,
-        values.stride(-2),
-        weight.step_stride,
+        values.stride(1),
+        values.stride(0),
         scales.shape[1],
         ROWS=EXPANDED_ROWS,
         COLUMNS=weight.columns,
         GROUP=weight.group,
-        BLOCK_ROWS=weight.block_rows,
         PLANES=weight.planes,
         SHIFTED=offsets is not None,
         num_warps=4,
@@ -186,7 +157,6 @@ def _expand_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     PLANES: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):
@@ -198,19 +168,16 @@ def _expand_kernel(
     live = row < num_rows
     word = tl.arange(0, WIDTH)[None, :]
     at = row.to(tl.int64) * row_stride + step * step_stride + word
-    words = tl.load(weight_ptr + at, mask=live, other=0.0 if PLANES == 1 else 0)
+    words = tl.load(weight_ptr + at, mask=live, other=0)
     out = out_ptr + row.to(tl.int64) * in_features + step * COLUMNS + word
     for plane in tl.static_range(PLANES):
         at_group = (step * (COLUMNS // GROUP) + plane * WIDTH // GROUP) * group_stride
-        scale = tl.load(scale_ptr + at_group + row // BLOCK_ROWS, mask=live, other=0.0)
+        scale = tl.load(scale_ptr + at_group + row, mask=live, other=0.0)
         scale = scale.to(tl.float32)
-        if PLANES == 1:
-            numbers = words.to(tl.float32) * scale
+        numbers = ((words >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+        if SHIFTED:
+            offset = tl.load(offset_ptr + at_group + row, mask=live, other=0.0)
+            numbers = numbers * scale + offset.to(tl.float32)
         else:
-            numbers = ((words >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-            if SHIFTED:
-                offset = tl.load(offset_ptr + at_group + row, mask=live, other=0.0)
-                numbers = numbers * scale + offset.to(tl.float32)
-            else:
-                numbers = (numbers - 2.0 ** (BITS - 1)) * scale
+            numbers = (numbers - 2.0 ** (BITS - 1)) * scale
         tl.store(out + plane * WIDTH, numbers.to(out_ptr.dtype.element_ty), mask=live)

@@ -4,7 +4,8 @@ Such a product is bound by reading the weight once and, from the L2 cache, x onc
 are as large as still fills the GPU, and as much of the weight as fits into shared memory is in
 flight. If large tiles are too few, either the warps of a program divide the columns of a smaller
 tile, or several programs divide the columns of a tile: the last program to finish then adds their
-sums, always in the same order. The weight has the type of x, or is FP8 and converted in registers.
+sums, always in the same order. The weight has the type of x, or is FP8 and converted in registers;
+if it has a scale for each block, the sums of each step of columns are scaled.
 An RMS norm between two products is fused into both: the first computes the sums of squares of its
 columns, and the second divides by their root mean square. See `epilogue` for what follows the
 loop."""
@@ -22,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from toolkit.kernels.reference import FP8_BLOCK
 
 from .counters import counters
 from .epilogue import (
@@ -44,6 +47,7 @@ MAX_TOKENS = 64  # most rows of x in a tile
 ROW_CLASSES = (1, 8, 16, 32, 48, MAX_TOKENS)
 """The most rows of x for which each kernel is chosen, here, in `linear`, `fp8` and `grouped`."""
 COLUMNS = 128  # columns per step of the loop and per part
+BLOCK = tl.constexpr(FP8_BLOCK)
 MULTIPROCESSORS = 132  # number on an H200
 ENOUGH = 72  # programs that keep more than half of them busy
 
@@ -169,6 +173,7 @@ def _run(
         LINE=128 // weight.itemsize,
         EVEN=in_features % step == 0,
         SCALED=scale is not None,
+        BLOCKED=scale is not None and scale.dim() == 2,
         BIASED=bias is not None,
         KIND=activation or "",
         GATED=gated,
@@ -289,6 +294,20 @@ def load_once(pointers, live, EVEN: tl.constexpr):
 
 
 @triton.jit
+def fetch_block_scales(scale_ptr, row, columns):
+    """Prefetch the scales of the blocks of some rows: up to 256 of each."""
+    blocks = tl.cdiv(columns, BLOCK)
+    block = tl.minimum(tl.arange(0, 8) * 32, blocks - 1)
+    fetch(scale_ptr + (row // BLOCK * blocks)[:, None] + block[None, :])
+
+
+@triton.jit
+def load_block_scales(pointers, block, columns):
+    """Load the scales of blocks of columns. Absent blocks have 0."""
+    return tl.load(pointers + block, mask=block < tl.cdiv(columns, BLOCK), other=0.0)
+
+
+@triton.jit
 def sum_of_programs(acc, part_ptr, count_ptr, SPLITS: tl.constexpr):
     """Return (sum over the tile's programs, whether this is the last to arrive)."""
     tile = tl.program_id(0)
@@ -341,6 +360,7 @@ def _tile_kernel(
     LINE: tl.constexpr,
     EVEN: tl.constexpr,
     SCALED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -378,7 +398,7 @@ def _tile_kernel(
         row,
         out_row,
         size,
-        SCALED,
+        SCALED and not BLOCKED,
         BIASED,
         NORMED,
         PARTED,
@@ -386,20 +406,30 @@ def _tile_kernel(
     if FETCHED and RANK:
         fetch_up(up_ptr, used_ptr, row, 2 * size if GATED else size, RANK)
     x_rows = x_ptr + token * in_features + begin
+    scales = scale_ptr + row // BLOCK * tl.cdiv(in_features, BLOCK)  # if BLOCKED
     if PARTS == 1:
         column = tl.arange(0, COLUMNS)[None, :]
         rows = rows[:, None]
         x_rows = x_rows[:, None]
         in_x = (token < num_tokens)[:, None]
-        acc = tl.zeros([FIRST, SECOND], tl.float32)
+        zero = tl.zeros([FIRST, SECOND], tl.float32)
+        scales = scales[:, None] if WEIGHT_FIRST else scales[None, :]
+        block = begin // BLOCK
     else:
-        column = (tl.arange(0, PARTS) * COLUMNS)[:, None, None] + tl.arange(0, COLUMNS)[
-            None, None, :
-        ]
+        part = tl.arange(0, PARTS)[:, None, None]
+        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
         rows = rows[None, :, None]
         x_rows = x_rows[None, :, None]
         in_x = (token < num_tokens)[None, :, None]
-        acc = tl.zeros([PARTS, FIRST, SECOND], tl.float32)
+        zero = tl.zeros([PARTS, FIRST, SECOND], tl.float32)
+        scales = scales[None, :, None] if WEIGHT_FIRST else scales[None, None, :]
+        block = begin // BLOCK + part
+    acc = zero
+    if BLOCKED:
+        tl.static_assert(COLUMNS == BLOCK)
+        if FETCHED:
+            fetch_block_scales(scale_ptr, row, in_features)
+        scale = load_block_scales(scales, block, in_features)
     adapters = 0.0
     if RANK:
         index = load_places(place_ptr, token, num_tokens)
@@ -415,10 +445,15 @@ def _tile_kernel(
         x = tl.load(x_rows + at, mask=in_x if EVEN else in_x & (at < left), other=0.0)
         if SCALED:
             weight = like(weight, x.dtype)
-        if WEIGHT_FIRST:
-            acc = dot(weight, x, acc)
+        first, second = (weight, x) if WEIGHT_FIRST else (x, weight)
+        if BLOCKED:
+            # The scales of the next step come from a cache while this one is multiplied.
+            block += PARTS
+            next_scale = load_block_scales(scales, block, in_features)
+            acc += scale * dot(first, second, zero)
+            scale = next_scale
         else:
-            acc = dot(x, weight, acc)
+            acc = dot(first, second, acc)
     if LATE:
         release(PDL)
     wait(PDL and RANK)
@@ -452,7 +487,7 @@ def _tile_kernel(
         in_features,
         low_stride,
         eps,
-        SCALED,
+        SCALED and not BLOCKED,
         BIASED,
         UNSCALED,
         NORMED,

@@ -96,6 +96,13 @@ EARLY = {
         fetched=("up_ptr",),
         with_adapters=("x_ptr",),
     ),
+    "fp8_matmul._quantize_kernel": Early(),
+    "fp8_matmul._rounded_kernel": Early(
+        constant=("scale_ptr", "bias_ptr", "row_part_ptr", "block_ptr"),
+        step=("place_ptr", "used_ptr"),
+        fetched=("weight_ptr", "up_ptr"),
+        with_adapters=("weight_ptr", "x_ptr", "x_scale_ptr"),
+    ),
     "grouped._grouped_kernel": Early(
         constant=("scale_ptr", "offset_ptr", "bias_ptr", "norm_ptr", "row_part_ptr", "block_ptr"),
         step=("place_ptr", "used_ptr"),

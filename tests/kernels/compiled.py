@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from toolkit.kernels.triton import expert_kernels, experts, fp8, linear, routing
+from toolkit.kernels.triton import expert_kernels, experts, fp8, fp8_matmul, linear, routing
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
@@ -148,13 +148,21 @@ TILE = {
     "LINE": 64,
     "EVEN": True,
     "SCALED": False,
+    "BLOCKED": False,
     "BIASED": False,
     "PDL": True,
 }
 
 
 def compile_tile(
-    name: str, tokens: int, rows: int, stages: int, parts: int, splits: int, **changes: object
+    name: str,
+    tokens: int,
+    rows: int,
+    stages: int,
+    parts: int,
+    splits: int,
+    types: dict[str, str] = TILE_TYPES,
+    **changes: object,
 ) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
     plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False}
@@ -162,7 +170,7 @@ def compile_tile(
     compile_kernel(
         name,
         _tile_kernel,
-        TILE_TYPES,
+        types,
         TILE | shape | plain | changes,
         4 if parts == 1 else parts,
         3,
@@ -173,12 +181,11 @@ def compile_grouped(
     name: str, tokens: int, rows: int, stages: int, parts: int, splits: int, **changes: object
 ) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "PARTS": parts, "SPLITS": splits}
-    weight = {"COLUMNS": 256, "GROUP": 128, "BLOCK_ROWS": 1, "PLANES": 4, "SHIFTED": False}
+    weight = {"COLUMNS": 256, "GROUP": 128, "PLANES": 4, "SHIFTED": False}
     plain = {"KIND": "", "GATED": False, "UNSCALED": False, "NORMED": False, "LATE": False}
     rest = {"FETCHED": 2 * parts, "EVEN": True, "BIASED": False, "RANK": 0, "PARTED": False}
     constants = shape | weight | plain | rest | {"PDL": True} | changes
-    is_fp8 = constants["PLANES"] == 1
-    types = TILE_TYPES | {"weight_ptr": "*fp8e4nv" if is_fp8 else "*u16", "scale_ptr": "*fp16"}
+    types = TILE_TYPES | {"weight_ptr": "*u16", "scale_ptr": "*fp16"}
     compile_kernel(
         name, _grouped_kernel, types, constants, max(4, rows // 16) if parts == 1 else parts, 3
     )
@@ -197,7 +204,46 @@ def compile_adapters() -> None:
     row = {"COLUMNS": 2048, "EVEN": True, "BIASED": False}
     compile_kernel("one row", linear._vector_kernel, types, end | row | {"ROWS": 2}, 4, 3)
     types["weight_ptr"] = "*fp8e4nv"
-    compile_kernel("one row, FP8", fp8._vector_kernel, types, end | row | {"ROWS": 4}, 4, 3)
+    row |= {"ROWS": 4, "BLOCKED": False}
+    compile_kernel("one row, FP8", fp8._vector_kernel, types, end | row, 4, 3)
+
+
+def compile_fp8() -> None:
+    """Compile products with FP8 weights that have a scale for each block."""
+    fp8_type = {"weight_ptr": "*fp8e4nv"}
+    compile_kernel(
+        "quantize blocks of rows",
+        fp8_matmul._quantize_kernel,
+        {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+        {"BLOCKS": 32, "PDL": True},
+        8,
+        3,
+    )
+    row = {"ROWS": 4, "COLUMNS": 2048, "EVEN": True, "BLOCKED": True, "BIASED": False}
+    end = {"KIND": "silu", "GATED": True, "RANK": 0, "PARTED": False, "PDL": True}
+    types = TILE_TYPES | fp8_type
+    compile_kernel("one row, FP8 blocks", fp8._vector_kernel, types, row | end, 4, 3)
+    blocks = {"SCALED": True, "BLOCKED": True, "LINE": 128, "types": types}
+    compile_tile("FP8 blocks, warps", 8, 16, 4, 2, 1, **blocks)
+    compile_tile("FP8 blocks, gated", 16, 32, 4, 2, 1, GATED=True, KIND="silu", **blocks)
+    compile_tile("FP8 blocks, odd columns", 64, 32, 8, 1, 1, EVEN=False, **blocks)
+    compile_rounded("32 rows in FP8", 32, 64, 6, 4, 4)
+    compile_rounded("64 rows in FP8 with adapters", 64, 64, 6, 4, 1, RANK=16)
+    compile_rounded("100 rows in FP8", 64, 128, 3, 4, 1, BIASED=True)
+    compile_rounded("many rows in FP8", 128, 128, 4, 8, 1)
+    gated = {"GATED": True, "KIND": "silu", "LATE": True}
+    compile_rounded("many rows in FP8, gated", 128, 128, 4, 8, 1, **gated)
+
+
+def compile_rounded(
+    name: str, tokens: int, rows: int, stages: int, warps: int, splits: int, **changes: object
+) -> None:
+    shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "SPLITS": splits, "FETCHED": 2}
+    plain = {"EVEN": True, "BIASED": False, "KIND": "", "GATED": False, "LATE": False}
+    constants = shape | plain | {"RANK": 0, "PARTED": False, "PDL": True} | changes
+    types = TILE_TYPES | dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
+    types["x_scale_ptr"] = "*fp32"
+    compile_kernel(name, fp8_matmul._rounded_kernel, types, constants, warps, 3)
 
 
 def compile_sampling(dtype: str) -> None:
@@ -341,8 +387,7 @@ def main() -> None:
     compile_grouped("int4 with offsets", 16, 16, 4, 4, 1, SHIFTED=True, EVEN=False, RANK=16)
     int8 = {"PLANES": 2, "COLUMNS": 128, "GROUP": 64}
     compile_grouped("int8 after a norm", 64, 64, 3, 1, 1, UNSCALED=True, **int8)
-    fp8 = {"PLANES": 1, "COLUMNS": 128, "BLOCK_ROWS": 128}
-    compile_grouped("FP8 blocks", 8, 64, 4, 1, 1, **fp8)
+    compile_fp8()
 
 
 if __name__ == "__main__":

@@ -96,9 +96,7 @@ def random_int4(kernels, rows: int, columns: int, device: torch.device):
     scales = (torch.rand(rows, columns // 128, device=device) + 0.5) / (5 * columns**0.5)
     offsets = -scales * torch.randint(5, 11, scales.shape, device=device)
     with torch.device(device):
-        weight = kernels.grouped_layout.empty(
-            (rows, columns), torch.uint8, 4, (1, 128), torch.float16, torch.float32
-        )
+        weight = kernels.grouped_layout.empty((rows, columns), 4, 128, torch.float16, torch.float32)
     kernels.grouped_layout.arrange(values, scales.half(), offsets, 128, weight)
     return weight
 

@@ -1,4 +1,4 @@
-"""Products with int4, int8 and FP8 weights in groups, against the weight that they stand for."""
+"""Products with int4 and int8 weights in groups, against the weight that they stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.combinations import pairwise
-from toolkit.weights.groups import Blocks, Groups, pack_nibbles
+from toolkit.weights.groups import Groups, pack_nibbles
 
 NAN = float("nan")
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}  # relative, in norm
@@ -34,7 +34,6 @@ def grouped(triton):
 class Format:
     bits: int
     group: int
-    block_rows: int = 1
     is_shifted: bool = False
     scale_type: torch.dtype = torch.float16
 
@@ -50,50 +49,32 @@ FORMATS = [
     Format(8, 32, scale_type=torch.float32),
     Format(8, 16, is_shifted=True),
     Format(8, 384, scale_type=torch.float32),
-    Format(8, 128, 128, scale_type=torch.float32),
-    Format(8, 64, 32, scale_type=torch.float32),
 ]
-
-
-def is_fp8(format: Format) -> bool:
-    return format.block_rows > 1
 
 
 def make(grouped_layout, format: Format, rows: int, columns: int, device: torch.device):
     """Return (the weight in the kernels' order, the weight in fp32)."""
     torch.manual_seed(0)
-    blocks = -(-rows // format.block_rows), -(-columns // format.group)
-    scales = (torch.rand(blocks, device=device) + 0.5) / (columns**0.5 * 2 ** (format.bits - 3))
+    groups = rows, -(-columns // format.group)
+    scales = (torch.rand(groups, device=device) + 0.5) / (columns**0.5 * 2 ** (format.bits - 3))
     scales = scales.to(format.scale_type)
-    block = format.block_rows, format.group
-    if is_fp8(format):
-        values = torch.randn(rows, columns, device=device).to(torch.float8_e4m3fn)
-        parts = values, scales, None
-        dense = Blocks(values, scales, block).dequantize()
-    else:
-        integers = torch.randint(
-            0, 2**format.bits, (rows, columns), device=device, dtype=torch.uint8
-        )
-        values = pack_nibbles(integers) if format.bits == 4 else integers
-        offsets = torch.randn(blocks, device=device) / 100 if format.is_shifted else None
-        parts = values, scales, offsets
-        dense = Groups(format.bits, *parts).dequantize()
+    integers = torch.randint(0, 2**format.bits, (rows, columns), device=device, dtype=torch.uint8)
+    values = pack_nibbles(integers) if format.bits == 4 else integers
+    offsets = torch.randn(groups, device=device) / 100 if format.is_shifted else None
+    parts = values, scales, offsets
+    dense = Groups(format.bits, *parts).dequantize()
     with torch.device(device):
         weight = grouped_layout.empty(
             (rows, columns),
-            parts[0].dtype,
             format.bits,
-            block,
+            format.group,
             format.scale_type,
             torch.float32 if format.is_shifted else None,
         )
     if weight is not None:  # filled in two parts
-        half = rows // 2 // format.block_rows * format.block_rows
-        for part in (slice(0, half), slice(half, rows)):
-            first = part.start // format.block_rows
-            own = slice(first, -(-part.stop // format.block_rows))
-            own_parts = [None if one is None else one[own] for one in parts[1:]]
-            grouped_layout.arrange(parts[0][part], *own_parts, format.group, weight, part.start)
+        for part in (slice(0, rows // 2), slice(rows // 2, rows)):
+            own_parts = [None if one is None else one[part] for one in parts]
+            grouped_layout.arrange(*own_parts, format.group, weight, part.start)
     return weight, dense
 
 
@@ -155,7 +136,7 @@ def test_sizes_are_those_of_the_parts(grouped, grouped_layout, device, format):
     weight, _ = make(grouped_layout, format, 64, 768, device)
     assert weight.values.nbytes == 64 * 768 * format.bits // 8
     groups = 768 // min(format.group, 128)
-    assert weight.scales.numel() == groups * -(-64 // format.block_rows)
+    assert weight.scales.numel() == groups * 64
 
 
 @pytest.mark.parametrize(
@@ -176,15 +157,12 @@ def test_steps_are_smaller_if_they_do_not_divide_the_columns(grouped, grouped_la
 @pytest.mark.parametrize(
     "shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (768, 768)], ids=str
 )
-@pytest.mark.parametrize("format", [Format(4, 128), FORMATS[-1]], ids=str)
-def test_warm_up_has_a_step_for_each_kernel(grouped, grouped_layout, device, shape, format):
+def test_warm_up_has_a_step_for_each_kernel(grouped, grouped_layout, shape):
     from toolkit.kernels import products
     from toolkit.kernels.triton.matmul import ROW_CLASSES, late
 
     with torch.device("meta"):
-        values = torch.float8_e4m3fn if is_fp8(format) else torch.uint8
-        block = format.block_rows, format.group
-        weight = grouped_layout.empty(shape, values, format.bits, block, torch.float16, None)
+        weight = grouped_layout.empty(shape, 4, 128, torch.float16, None)
 
     def kernel(tokens: int) -> tuple[object, ...]:
         padded = min(grouped.TOKENS, 1 << (tokens - 1).bit_length())

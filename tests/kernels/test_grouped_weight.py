@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from toolkit.distributed import full_shard
-from toolkit.weights.blocks import BlockWeight
-from toolkit.weights.groups import Blocks, Decoded, Groups, pack_nibbles
+from toolkit.weights.groups import Groups, pack_nibbles
 from toolkit.weights.integers import IntegerWeight
 from toolkit.weights.layout import Kind, Layout, while_loading
 from toolkit.weights.weight import Epilogue, Weight
@@ -18,7 +17,6 @@ LAYOUTS = {
     "int4 with offsets": Layout(Kind.INTEGERS, 4, 32, scale_type="float16", offset_type="float32"),
     "int4 in another order": Layout(Kind.INTEGERS, 4, 64, scale_type="bfloat16", has_order=True),
     "int8": Layout(Kind.INTEGERS, 8),
-    "FP8 in blocks": Layout(Kind.FP8, 8, 128, 32),
 }
 each = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
@@ -37,15 +35,12 @@ def new_weight(triton, device, monkeypatch):
     torch.set_default_dtype(default)
 
 
-def decoded(layout: Layout) -> Decoded:
+def decoded(layout: Layout) -> Groups:
     """Return a random weight as a checkpoint stores it."""
     torch.manual_seed(0)
     groups = COLUMNS // layout.group if layout.group else 1
-    scales = (torch.rand(ROWS // layout.block_rows, groups, dtype=torch.float32) + 0.5) / 99
+    scales = (torch.rand(ROWS, groups, dtype=torch.float32) + 0.5) / 99
     scales = scales.to(getattr(torch, layout.scale_type))
-    if layout.kind is Kind.FP8:
-        values = torch.randn(ROWS, COLUMNS, dtype=torch.float32).to(torch.float8_e4m3fn)
-        return Blocks(values, scales, (layout.block_rows, layout.group))
     values = torch.randint(0, 2**layout.bits, (ROWS, COLUMNS)).to(torch.uint8)
     return Groups(
         layout.bits,
@@ -56,15 +51,10 @@ def decoded(layout: Layout) -> Decoded:
     )
 
 
-def fill(weight: Weight, stored: Decoded) -> None:
+def fill(weight: Weight, stored: Groups) -> None:
     """Write the weight in two parts."""
     for rows in (slice(0, 32), slice(32, ROWS)):
-        if isinstance(stored, Groups):
-            weight.write(rows, stored.select(rows))
-        else:
-            (height, _), part = stored.block, stored.values[rows]
-            own = stored.scales[rows.start // height : rows.stop // height]
-            weight.write(rows, Blocks(part, own, stored.block))
+        weight.write(rows, stored.select(rows))
 
 
 @each
@@ -86,8 +76,7 @@ def test_products_are_those_of_the_plain_layout(new_weight, layout, tokens):
     fill(weight, stored)
     x, bias = torch.randn(tokens, COLUMNS), torch.randn(ROWS)
     y = weight.product(x, Epilogue(bias, "silu", gated=True))
-    plain_type = BlockWeight if layout.kind is Kind.FP8 else IntegerWeight
-    plain = plain_type(ROWS, COLUMNS, layout)
+    plain = IntegerWeight(ROWS, COLUMNS, layout)
     fill(plain, stored)
     expected = plain.product(x.float(), Epilogue(bias.float(), "silu", gated=True))
     assert (y.float() - expected).norm() < 0.01 * expected.norm()

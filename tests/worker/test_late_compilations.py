@@ -20,6 +20,12 @@ ROOM = {"vocab_size": 1500, "max_position_embeddings": 16384}
 CONFIGS = {
     "qwen3": transformers.Qwen3Config(**HIDDEN, **HEADS, **ROOM),
     "mistral": transformers.MistralConfig(**HIDDEN, **HEADS, **ROOM, sliding_window=100),
+    "fp8 in blocks": transformers.Qwen3Config(
+        **HIDDEN,
+        **HEADS,
+        **ROOM,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
     "gpt2": transformers.GPT2Config(n_layer=3, n_embd=768, n_head=12, vocab_size=1501),
 }
 DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
@@ -36,6 +42,7 @@ DRAFTERS = {
 CASES = {
     "qwen3": ("qwen3", {"dtype": "bfloat16"}),
     "fp8": ("qwen3", {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "fp8 in blocks": ("fp8 in blocks", {"dtype": "bfloat16"}),
     "eager, given blocks": ("qwen3", {"enforce_eager": True, "num_gpu_blocks_override": 4096}),
     "window, float16": ("mistral", {"dtype": "float16"}),
     "drafts": ("qwen3", {"dtype": "bfloat16", **DRAFTS}),

@@ -12,7 +12,7 @@ from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
 from toolkit.weights.groups import Decoded, Groups, quantize
-from toolkit.weights.layout import Kind, Layout
+from toolkit.weights.layout import Layout
 from toolkit.weights.slots import QuantizedSlot, Slot
 from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
 
@@ -40,9 +40,8 @@ def grouped_weight(
         return None
     grouped = kernels.empty_groups(
         (rows, columns),
-        torch.float8_e4m3fn if layout.kind is Kind.FP8 else torch.uint8,
         layout.bits,
-        (layout.block_rows, layout.group or columns),
+        layout.group or columns,
         getattr(torch, layout.scale_type),
         getattr(torch, layout.offset_type) if layout.offset_type else None,
     )
@@ -60,7 +59,7 @@ def _warn_of(layout: str, columns: int) -> None:
 
 
 class GroupedWeight(Weight):
-    """A weight in the layout of `Groups` or `Blocks`, arranged for the kernels."""
+    """A weight in the layout of `Groups`, arranged for the kernels."""
 
     adds_deltas = True
 
@@ -92,7 +91,7 @@ class GroupedWeight(Weight):
     def fuses_norm(self, num_tokens: int) -> bool:
         if self.order is not None or self.dtype != torch.bfloat16:
             return False
-        return self._kernels.fuses_grouped_norm(num_tokens, self.grouped)
+        return self._kernels.fuses_grouped_norm(num_tokens)
 
     def add_norm(
         self,
@@ -134,27 +133,24 @@ class GroupedWeight(Weight):
         self.write(rows, quantize(weight, self.layout.bits, self.layout.group))
 
     def write(self, rows: slice, decoded: Decoded) -> None:
-        assert not isinstance(decoded, torch.Tensor)
-        offsets = None
-        if isinstance(decoded, Groups):
-            offsets = decoded.offsets
-            if self.order is not None:
-                assert decoded.order is not None
-                self.order.copy_(decoded.order)
-        values, scales = decoded.values, decoded.scales
-        group = self.layout.group or self.shape[1]
-        self._kernels.arrange_groups(values, scales, offsets, group, self.grouped, rows.start or 0)
+        assert isinstance(decoded, Groups)
+        if self.order is not None:
+            assert decoded.order is not None
+            self.order.copy_(decoded.order)
+        self._kernels.arrange_groups(
+            decoded.values,
+            decoded.scales,
+            decoded.offsets,
+            self.layout.group or self.shape[1],
+            self.grouped,
+            rows.start or 0,
+        )
 
     def fill_randomly(self, generator: torch.Generator) -> None:
-        if self.layout.kind is Kind.FP8:
-            weight = torch.empty(self.shape, device=self.values.device)
-            scale = DUMMY_STD / 16  # most of the numbers have full precision
-            self.values.copy_(weight.normal_(0.0, DUMMY_STD / scale, generator=generator))
-        else:
-            bits = self.values.view(torch.int16)
-            bits.random_(-(2**15), 2**15, generator=generator)
-            # The standard deviation of integers, uniform from 0 to n - 1, is n / sqrt(12).
-            scale = DUMMY_STD * 12**0.5 / 2**self.layout.bits
+        bits = self.values.view(torch.int16)
+        bits.random_(-(2**15), 2**15, generator=generator)
+        # The standard deviation of integers, uniform from 0 to n - 1, is n / sqrt(12).
+        scale = DUMMY_STD * 12**0.5 / 2**self.layout.bits
         self.scales.fill_(scale)
         if self.offsets is not None:
             self.offsets.fill_(-(2 ** (self.layout.bits - 1)) * scale)
@@ -164,14 +160,10 @@ class GroupedWeight(Weight):
         return self._expand(ids, torch.float32)
 
     def multiply(self, factor: float, rows: slice = ALL) -> None:
-        begin, end, _ = rows.indices(self.shape[0])
-        size = self.layout.block_rows
-        if begin % size or (end % size and end != self.shape[0]):
-            raise ValueError("rows are no multiple of a block")
         # Their type stays, for which kernels were compiled: scales in fp16 may lose digits.
-        self.scales[:, begin // size : -(-end // size)] *= factor
+        self.scales[:, rows] *= factor
         if self.offsets is not None:
-            self.offsets[:, begin:end] *= factor
+            self.offsets[:, rows] *= factor
 
     def _expand(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows = self._kernels.expand_groups(self.grouped.select(ids), dtype)

@@ -30,8 +30,8 @@ class Layout:
     has_order: bool = False  # columns are in another order than those of its input
 
     def stored_group(self, columns: int) -> int | None:
-        """Return the columns with one scale in the memory of a GPU. None: as in the layout."""
-        found = group_and_step(self.bits, self.kind is Kind.FP8, columns, self.group or columns)
+        """Return a GPU's columns of integers with one scale. None: as in the layout."""
+        found = group_and_step(self.bits, columns, self.group or columns)
         return None if found is None else found[0]
 
     def nbytes(self, rows: int, columns: int, dense_bytes: int, *, on_gpu: bool = False) -> int:
@@ -42,7 +42,7 @@ class Layout:
             padded = -(-columns // 128) * 128
             return rows * padded * 17 // 32
         group = self.group
-        if on_gpu and (self.kind is Kind.INTEGERS or self.block_rows > 1):
+        if on_gpu and self.kind is Kind.INTEGERS:
             group = self.stored_group(columns) or group
         groups = -(-columns // group) if group else 1
         scale_bytes = sum(_BYTES[kind] for kind in (self.scale_type, self.offset_type))

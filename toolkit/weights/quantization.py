@@ -11,7 +11,7 @@ import torch
 
 from toolkit.distributed import Shard, full_shard
 from toolkit.kernels import cpu
-from toolkit.kernels.switch import kernels_are_off
+from toolkit.kernels.switch import kernels_are_off, rounds_inputs
 from toolkit.kernels.table import kernels_for
 from toolkit.weights import fp8
 from toolkit.weights.blocks import BlockWeight
@@ -120,9 +120,7 @@ def _weight(rows: int, columns: int, layout: Layout) -> Weight:
     if layout.kind is Kind.FP8:
         if layout.block_rows == 1:
             return FP8Weight(rows, columns)
-        return grouped_weight(rows, columns, layout, target_device()) or BlockWeight(
-            rows, columns, layout
-        )
+        return BlockWeight(rows, columns)
     if layout == INT8 and _multiplies_int8():
         return Int8Weight(rows, columns)
     return grouped_weight(rows, columns, layout, target_device()) or IntegerWeight(
@@ -134,9 +132,11 @@ def usable(layout: Layout, device: torch.device) -> Layout:
     """Return the layout, or the one that the device multiplies with instead."""
     if layout.kind is Kind.MXFP4:
         return MXFP4_AS_INTEGERS
-    if layout.kind is Kind.FP8 and not (fp8.has_arithmetic(device) and kernels_for(device)):
-        return DENSE
-    return layout
+    if layout.kind is not Kind.FP8:
+        return layout
+    # Without kernels, PyTorch rounds as they do, or multiplies with dequantized weights.
+    has_products = rounds_inputs() if kernels_are_off() else kernels_for(device) is not None
+    return layout if fp8.has_arithmetic(device) and has_products else DENSE
 
 
 def target_device() -> torch.device:
