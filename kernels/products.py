@@ -5,10 +5,13 @@ the product comes before activation and gate."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from toolkit.kernels import cublas
+from toolkit.kernels import cublas, reference
 from toolkit.kernels.triton import fp8, fp8_matmul, grouped, grouped_layout, linear, lora
 from toolkit.kernels.triton.activation import activation as activated
 from toolkit.kernels.triton.activation import gated_activation
@@ -21,6 +24,8 @@ MORE_ROW_CLASSES = fp8_matmul.ROW_CLASSES
 their own."""
 GROUPED_TOKENS = 256
 """Rows of x up to which products of grouped weights are one kernel."""
+LIBRARY_TOKENS = 512
+"""Rows of x from which cuBLAS multiplies FP8 weights in blocks, if it can."""
 ALIGNMENT = 16  # divisor of both sizes of an FP8 weight for `torch._scaled_mm`
 
 
@@ -149,6 +154,16 @@ def fp8_block_product(
     begins inside a block."""
     if len(x) <= fp8.TOKENS or weight.shape[1] % ALIGNMENT:
         return fp8.linear(x, weight, scale, bias, activation, gated, out, _shrink(x, factors))
+    if len(x) >= LIBRARY_TOKENS and _library_multiplies_blocks(x.device, weight.shape):
+        missing = -len(x) % 4  # it multiplies a multiple of 4 rows
+        padded = functional.pad(x, (0, 0, 0, missing)) if missing else x
+        rows, row_scales = fp8_matmul.quantize(padded)
+        y = torch._scaled_mm(
+            rows, weight.T, scale_a=row_scales, scale_b=scale.T, out_dtype=torch.bfloat16
+        )[: len(x)].to(x.dtype)
+        if factors is not None:
+            y += lora.delta(x, factors)
+        return _finish(y, bias, activation, gated, out)
     if out is None:
         size = weight.shape[0] // 2 if gated else weight.shape[0]
         out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
@@ -158,6 +173,22 @@ def fp8_block_product(
     return fp8_matmul.linear(
         rows, row_scales, weight, scale, bias, activation, gated, out, delta=delta
     )
+
+
+def _library_multiplies_blocks(device: torch.device, shape: torch.Size) -> bool:
+    """Return True if cuBLAS has products with scales of blocks.
+
+    Its scales of a row of blocks are a multiple of 4."""
+    rows, columns = shape
+    is_aligned = rows % ALIGNMENT == 0 and columns % (4 * reference.FP8_BLOCK) == 0
+    return is_aligned and _has_block_products(device)
+
+
+@cache
+def _has_block_products(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return tuple(map(int, (torch.version.cuda or "0").split("."))) >= (12, 9)
 
 
 def grouped_product(

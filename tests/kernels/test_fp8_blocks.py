@@ -357,7 +357,7 @@ def test_unsupported_inputs_are_errors(kernels, device):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 256, 300, 2048])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 256, 515, 2048])
 @pytest.mark.parametrize(
     ("size", "columns", "end"),
     [
