@@ -568,7 +568,11 @@ def test_answer_without_reasoning_is_content(ai):
             "tool_choice",
             "call",
         ),
-        ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "choice"),
+        (
+            {"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}},
+            "structured_outputs",
+            "Use json, json_object, regex or choice.",
+        ),
         (
             {
                 "tools": [

@@ -177,10 +177,13 @@ def test_broken_files_are_errors(tmp_path: Path, text: str | None, message: str)
     [
         (
             {"tool_call_parser": "hermess"},
-            r"--tool-call-parser must be one of auto, none, hermes, llama3_json, mistral, at; got "
-            r"'hermess'\. Did you mean hermes\?",
+            r"--tool-call-parser must be one of auto, none, hermes, llama3_json, mistral, openai, "
+            r"at; got 'hermess'\. Did you mean hermes\?",
         ),
-        ({"reasoning_parser": "x"}, "must be one of none, qwen3, deepseek_r1, notes; got 'x'"),
+        (
+            {"reasoning_parser": "x"},
+            "must be one of auto, none, qwen3, deepseek_r1, openai_gptoss, notes; got 'x'",
+        ),
     ],
 )
 def test_unknown_names_list_the_known_ones(

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
 from toolkit.api.openai.tools import FunctionTool, Tool
+from toolkit.text.parsers import TOOL_FORMATS, detect_format
 from toolkit.text.reasoning import ReasoningFormat
 from toolkit.text.tool_formats import (
-    FORMATS,
     HermesFormat,
     Llama3Format,
     MistralFormat,
     ToolFormat,
-    detect_format,
 )
 
 PARIS = '{"city": "Paris", "days": [1, 2]}'
@@ -246,8 +245,8 @@ def test_detect_format_reads_the_template(template, expected):
 def test_call_ids_are_unique_and_fit_the_templates():
     assert len(MistralFormat.new_id()) == 9
     assert MistralFormat.new_id().isalnum()
-    ids = {tool_format.new_id() for tool_format in FORMATS.values() for _ in range(100)}
-    assert len(ids) == 300
+    ids = {tool_format.new_id() for tool_format in TOOL_FORMATS.values() for _ in range(100)}
+    assert len(ids) == 100 * len(TOOL_FORMATS)
 
 
 def split(splitter: ReasoningFormat, pieces: list[str]) -> tuple[str, str]:
@@ -312,7 +311,7 @@ PIECES += [
 
 
 @given(
-    tool_format=st.sampled_from(list(FORMATS.values())),
+    tool_format=st.sampled_from(list(TOOL_FORMATS.values())),
     parts=st.lists(st.sampled_from(PIECES), max_size=14),
     cuts=st.lists(st.integers(0, 200), max_size=6),
     parallel=st.booleans(),

@@ -17,8 +17,7 @@ from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.openai.tools import Tool
 from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
-from toolkit.text.parsers import Parsers
-from toolkit.text.tool_formats import FORMATS, build_call_grammar
+from toolkit.text.parsers import TOOL_FORMATS, Parsers
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -75,11 +74,11 @@ def make_plan(llm: LLM, config: ServerConfig | None = None, **body: Any) -> Answ
     return AnswerPlan.of(request, [1], llm.tokenizer, Parsers.choose(config or ServerConfig()))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_FORMATS)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_constrained_calls_are_parsed_with_valid_arguments(llm, name, parallel):
-    tool_format = FORMATS[name]
-    grammar = build_call_grammar(tool_format, TOOLS, parallel=parallel)
+    tool_format = TOOL_FORMATS[name]
+    grammar = tool_format.answer_grammar(TOOLS, parallel=parallel)
     bias = {llm.tokenizer.encode(c)[0]: 20.0 for c in '"}]'} | {checkpoints.EOS: 30.0}
     params = SamplingParams(
         n=8,
@@ -112,7 +111,7 @@ def test_constrained_calls_are_parsed_with_valid_arguments(llm, name, parallel):
 def test_arguments_begin_without_line_breaks(parameters):
     """A confused model would write line breaks without end."""
     tool = Tool.model_validate({"function": {"name": "now"} | parameters})
-    grammar = build_call_grammar(FORMATS["llama3_json"], [tool], parallel=False)
+    grammar = TOOL_FORMATS["llama3_json"].answer_grammar([tool], parallel=False)
     call = b'{"name": "now", "parameters": {'
     matcher = LLMatcher(LLTokenizer("byte"), grammar)
     assert matcher.try_consume_tokens([*call, *b"\n"]) == len(call)
@@ -146,7 +145,9 @@ def test_plan_with_an_unknown_format_allows_only_required_calls(llm):
     ],
 )
 def test_plan_finds_reasoning_at_the_end_of_the_prompt(parser, end, expected):
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: end)
+    tokenizer: Any = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens: end, chat_template_text=""
+    )
     body = ChatRequest.model_validate({"messages": []})
     plan = AnswerPlan.of(
         body, [1, 2], tokenizer, Parsers.choose(ServerConfig(reasoning_parser=parser))

@@ -151,8 +151,8 @@ def test_chat_template_accepts_parts_and_refuses_unknown_roles():
 
 
 def test_chat_template_shows_tools_calls_and_results():
+    from toolkit.text.parsers import detect_format
     from toolkit.text.tokenizer import Tokenizer
-    from toolkit.text.tool_formats import detect_format
 
     tokenizer = Tokenizer(MODEL_DIR)
     calls = [

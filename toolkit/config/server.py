@@ -132,15 +132,16 @@ class ServerConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        "Format of the model's tool calls: hermes, llama3_json, mistral, none, or a plug-in's. "
-        "auto: detect it from the chat template.",
+        "Format of the model's tool calls: hermes, llama3_json, mistral, openai, none, or a "
+        "plug-in's. auto: detect it from the chat template.",
         metavar="FORMAT",
     )
     reasoning_parser: str = option(
-        "none",
+        "auto",
         "Return the model's reasoning separately, as reasoning_content. qwen3: the text between "
-        "<think> and </think>. deepseek_r1: all text up to </think>; <think> is optional. Plug-ins "
-        "add names.",
+        "<think> and </think>. deepseek_r1: all text up to </think>; <think> is optional. "
+        "openai_gptoss: the format of gpt-oss, tool calls included. auto: openai_gptoss if the "
+        "chat template is of that format, else none. Plug-ins add names.",
         metavar="FORMAT",
     )
     sse_keep_alive: float = option(

@@ -47,13 +47,12 @@ def check_plugins() -> Iterator[Finding]:
 def probe() -> list[dict[str, Any]]:
     """Return each plug-in with its error, or None."""
     from toolkit.models.registry import built_in
-    from toolkit.text.reasoning import REASONING_FORMATS
-    from toolkit.text.tool_formats import FORMATS
+    from toolkit.text.parsers import OTHERS, REASONING_FORMATS, TOOL_FORMATS
 
     taken = {
         Group.MODELS: built_in(),
-        Group.TOOL_PARSERS: (*FORMATS, "auto", "none"),
-        Group.REASONING_PARSERS: (*REASONING_FORMATS, "none"),
+        Group.TOOL_PARSERS: (*TOOL_FORMATS, *OTHERS),
+        Group.REASONING_PARSERS: (*REASONING_FORMATS, *OTHERS),
     }
     return [
         {

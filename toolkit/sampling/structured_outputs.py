@@ -121,6 +121,18 @@ def choice_rule(choices: Sequence[str]) -> str:
     return "CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
+def regex_rule(regex: str) -> str:
+    """Return the right side of a Lark rule, and a terminal that it needs."""
+    escaped = re.sub(r"(?s)\\(.)|/|\n", _escaped, regex)
+    return f"REGEX\nREGEX: /(?:{escaped})/"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    if found[1] is not None:
+        return found[0]
+    return "\\n" if found[0] == "\n" else "\\/"
+
+
 def in_thread(work: Callable[[], T]) -> Future[T]:
     """Run work on grammars in a thread with a large stack."""
     with _starting:  # submitting starts a thread, with the stack size set at that moment

@@ -87,9 +87,3 @@ class DeepSeekR1Format(ReasoningFormat):
     @classmethod
     def reasoning_after(cls, prompt: str) -> Reasoning | None:
         return None if prompt.endswith(cls.end) else "begun"
-
-
-REASONING_FORMATS: dict[str, type[ReasoningFormat]] = {
-    "qwen3": ReasoningFormat,
-    "deepseek_r1": DeepSeekR1Format,
-}

@@ -4,13 +4,18 @@ A parser's output does not depend on how the text is split. Text that is not a c
 call is reported once its name is known and its arguments begin; an answer may be cut off inside.
 The beginning of a call that is cut off before that is neither a call nor content."""
 
+from __future__ import annotations
+
 import abc
 import json
 import secrets
 import string
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+if TYPE_CHECKING:
+    from toolkit.text.tokenizer import Tokenizer
 
 MAX_PARALLEL = 32  # calls in an answer whose grammar is calls
 _ALPHABET = string.ascii_letters + string.digits
@@ -41,14 +46,24 @@ class ToolSpec(Protocol):
 
 @dataclass(slots=True)
 class ToolText:
-    """New text: content, or arguments of call `index`, whose first part has the function's name."""
+    """New text: content, or arguments of call `index`, whose first part has the function's name.
+
+    A format whose answers are several messages also reports reasoning, and where one begins."""
 
     text: str
     index: int | None = None
     name: str | None = None
+    is_reasoning: bool = False
+    begins_message: bool = False
+
+    def continues(self, last: Self) -> bool:
+        """Return True if this is more of the same text as `last`."""
+        is_first = self.begins_message or self.name is not None
+        same = self.index == last.index and self.is_reasoning == last.is_reasoning
+        return same and not is_first
 
 
-class _EndError(Exception):
+class EndError(Exception):
     """The answer has ended."""
 
 
@@ -101,9 +116,31 @@ class ToolFormat(abc.ABC):
         return f"call_{secrets.token_hex(12)}"
 
     @classmethod
+    def opening_of(cls, prompt: list[int], tokenizer: Tokenizer) -> str:
+        """Return the text at the prompt's end that the answer continues, for the parser to read."""
+        return ""
+
+    @classmethod
     @abc.abstractmethod
     def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return Lark rules. Their rule `calls` is one call or, if `parallel`, several."""
+
+    @classmethod
+    def answer_grammar(
+        cls,
+        tools: Sequence[ToolSpec],
+        *,
+        parallel: bool,
+        answer_rule: str | None = None,
+        opening: str = "",
+    ) -> str:
+        """Return a Lark grammar of calls or, if given, of answers that match `answer_rule`.
+
+        `opening`: see `opening_of`."""
+        start = "start: calls"
+        if answer_rule is not None:
+            start += f" | answer\nanswer: {answer_rule}"
+        return f"%llguidance {{}}\n{start}\n{cls.grammar(tools, parallel=parallel)}\n"
 
     @abc.abstractmethod
     def _read(self) -> Steps:
@@ -112,7 +149,7 @@ class ToolFormat(abc.ABC):
     def _run(self) -> Steps:
         try:
             yield from self._read()
-        except _EndError:
+        except EndError:
             rest = "" if self._candidate is None else self._text[self._candidate :]
             if not (self._is_cut and self._may_become_call(rest)):
                 self._emit(rest)
@@ -127,19 +164,22 @@ class ToolFormat(abc.ABC):
         return output
 
     def _emit(self, text: str, index: int | None = None, name: str | None = None) -> None:
+        self._report(ToolText(text, index, name))
+
+    def _report(self, new: ToolText) -> None:
         last = self._output[-1] if self._output else None
-        if last is not None and last.index == index:
-            last.text += text
-        elif text or name is not None:
-            self._output.append(ToolText(text, index, name))
+        if last is not None and new.continues(last):
+            last.text += new.text
+        elif new.text or new.name is not None:
+            self._output.append(new)
 
     # ---- parsing
 
     def _peek(self) -> Generator[None, None, str]:
-        """Return the next character. Raises _EndError at the end."""
+        """Return the next character. Raises EndError at the end."""
         while self._at == len(self._text):
             if self._has_ended:
-                raise _EndError
+                raise EndError
             yield
         return self._text[self._at]
 
@@ -154,7 +194,7 @@ class ToolFormat(abc.ABC):
         ):
             if self._has_ended:
                 if self._is_cut:
-                    raise _EndError
+                    raise EndError
                 return False
             yield
         if not self._text.startswith(marker, self._at):
@@ -180,7 +220,7 @@ class ToolFormat(abc.ABC):
                 rest = self._text[certain:]
                 is_markup = (self._is_cut and size > 1) or (self.num_calls and rest.isspace())
                 self._emit("" if is_markup else rest)
-                raise _EndError
+                raise EndError
             yield
 
     def _call(self) -> Generator[None, None, bool]:
@@ -397,40 +437,6 @@ class MistralFormat(ToolFormat):
         return "".join(characters)
 
 
-FORMATS: dict[str, type[ToolFormat]] = {
-    "hermes": HermesFormat,
-    "llama3_json": Llama3Format,
-    "mistral": MistralFormat,
-}
-
-
-def build_call_grammar(
-    tool_format: type[ToolFormat],
-    tools: Sequence[ToolSpec],
-    *,
-    parallel: bool,
-    answer_rule: str | None = None,
-) -> str:
-    """Return a Lark grammar of calls or, if given, of answers that match `answer_rule`."""
-    start = "start: calls"
-    if answer_rule is not None:
-        start += f" | answer\nanswer: {answer_rule}"
-    return f"%llguidance {{}}\n{start}\n{tool_format.grammar(tools, parallel=parallel)}\n"
-
-
-def detect_format(template: str) -> str | None:
-    """Return the format that a chat template asks the model for, if it is a known one."""
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template and not any(
-        other in template for other in ("<function=", "<arg_key>")
-    ):
-        return "hermes"
-    if '"parameters": dictionary of argument name' in template or "<|python_tag|>" in template:
-        return "llama3_json"
-    return None
-
-
 def partial_marker_size(text: str, marker: str) -> int:
     """Return the length of the incomplete marker at the end of `text`; 0 if there is none."""
     for size in range(min(len(text), len(marker) - 1), 0, -1):
@@ -444,11 +450,14 @@ def _objects(tools: Sequence[ToolSpec], arguments: str) -> str:
     rules = ["object: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         head = json.dumps(f'{{"name": {json.dumps(tool.function.name)}, "{arguments}": ')
-        rules.append(f'tool{i}: {head} %json {json.dumps(_schema(tool), ensure_ascii=False)} "}}"')
+        rules.append(
+            f'tool{i}: {head} %json {json.dumps(arguments_schema(tool), ensure_ascii=False)} "}}"'
+        )
     return "\n".join(rules)
 
 
-def _schema(tool: ToolSpec) -> dict[str, Any]:
+def arguments_schema(tool: ToolSpec) -> dict[str, Any]:
+    """Return the JSON schema of a tool's arguments, with llguidance's options."""
     schema = tool.function.parameters
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}

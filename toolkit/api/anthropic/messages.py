@@ -16,8 +16,8 @@ from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.service import service_for
 from toolkit.api.http.streaming import EventStream, while_connected
+from toolkit.api.openai.answer_parts import AnswerPart
 from toolkit.api.openai.conversation import (
-    AnswerPart,
     ChatAnswer,
     encode_conversation,
     make_chat_request,
@@ -46,6 +46,7 @@ _DELTAS = {
 _PARAM_NAMES = {
     "stop": "stop_sequences",
     "prompt": "messages",
+    "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
 }  # chat parameters whose name differs here
 
@@ -70,7 +71,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer. It is not shown to the model again."""
+    """Reasoning of an earlier answer. The chat template decides whether the model sees it."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: Text | None = None
@@ -113,7 +114,7 @@ class MessageParam(Body):
     output_config: Any = Field(None, description="Not read")
 
     def to_chat(self) -> Iterator[dict[str, Any]]:
-        """Yield chat messages: first one per call result, then the text and calls."""
+        """Yield chat messages: first one per call result, then reasoning, text and calls."""
         blocks = self.content if isinstance(self.content, list) else []
         for block in blocks:
             if isinstance(block, ResultBlock):
@@ -124,8 +125,13 @@ class MessageParam(Body):
                 }
         calls = [_call(block) for block in blocks if isinstance(block, CallBlock)]
         text = _text(self.content)
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if calls:
+            message["tool_calls"] = calls
+        if thoughts := [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]:
+            message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
         if text or calls or not blocks:
-            yield {"role": self.role, "content": text} | ({"tool_calls": calls} if calls else {})
+            yield message
 
 
 class InputTool(Body):
@@ -172,7 +178,9 @@ class Thinking(Body):
     )
     budget_tokens: Any = Field(None, description="Not read")
     display: Any = Field(None, description="Not read: reasoning is returned complete")
-    block_binding: Any = Field(None, description="Not read: earlier reasoning is not shown again")
+    block_binding: Any = Field(
+        None, description="Not read: the chat template decides which earlier reasoning is shown"
+    )
 
 
 class CountRequest(RequestBody):
@@ -376,7 +384,7 @@ def _message(answer: ChatAnswer, id: str, model: str) -> dict[str, Any]:
 
 
 def _begins_block(part: AnswerPart, last: AnswerPart) -> bool:
-    return part.kind != last.kind or part.id is not None
+    return part.kind != last.kind or part.begins
 
 
 def _block(first: AnswerPart, text: str) -> dict[str, Any]:

@@ -25,19 +25,29 @@ from toolkit.sampling.structured_outputs import (
     StructuredOutputsParams,
     choice_rule,
     json_options,
+    regex_rule,
 )
 from toolkit.text.parsers import Parsers
 from toolkit.text.reasoning import Reasoning, ReasoningFormat
 from toolkit.text.tokenizer import Tokenizer
-from toolkit.text.tool_formats import (
-    Llama3Format,
-    ToolFormat,
-    ToolText,
-    build_call_grammar,
-)
+from toolkit.text.tool_formats import Llama3Format, ToolFormat, ToolText
 
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """New text of an answer: reasoning, content or the arguments of a call.
+
+    The first part of a call has its id and name."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str
+    id: str | None = None
+    name: str | None = None
+    index: int | None = None  # of the call
+    begins: bool = False  # a call, or one of several messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +55,14 @@ class AnswerPlan:
     """Parts that the answers to one request can have."""
 
     reasoning: Reasoning | None
-    tool_format: type[ToolFormat] | None  # None: no calls
+    tool_format: type[ToolFormat] | None  # None: no calls. Harmony reports reasoning, too
     tools: list[Tool]
     allows_parallel: bool  # several calls in one answer
     needs_call: bool  # the answer is calls only
     has_named_tool: bool  # tool_choice names the tool to call
     has_structured_outputs: bool = False
     reasoning_format: type[ReasoningFormat] = ReasoningFormat
+    opening: str = ""  # text at the prompt's end that `tool_format` reads before the answer
 
     @classmethod
     def of(
@@ -61,15 +72,29 @@ class AnswerPlan:
         tools = body.callable_tools
         needs_call = requires_call(body.tool_choice)
         is_named = isinstance(body.tool_choice, NamedTool)
+        template = (
+            tokenizer.chat_template_text if body.chat_template is None else body.chat_template
+        )
+        if tools and "tools" not in template:
+            raise InvalidRequestError(
+                "The model's chat template has no place for tools, so the model would not see "
+                "them. --chat-template sets another template.",
+                param="tools",
+            )
+        harmony = parsers.harmony_for(template)
+        tool_format: type[ToolFormat] | None = harmony
+        if harmony is None and tools:
+            tool_format = _choose_format(parsers, template, needs_call)
         return cls(
             parsers.reasoning_after(prompt, tokenizer),
-            _choose_format(parsers, body, tokenizer, needs_call) if tools else None,
+            tool_format,
             tools,
             body.parallel_tool_calls and not is_named,
             needs_call,
             is_named,
             body.structured_outputs is not None,
             parsers.reasoning_format or ReasoningFormat,
+            "" if tool_format is None else tool_format.opening_of(prompt, tokenizer),
         )
 
     @property
@@ -92,11 +117,11 @@ class AnswerPlan:
             constraint = msgspec.structs.replace(
                 constraint, reasoning=self.reasoning, reasoning_marks=marks, delimiters=markers
             )
-        has_special_marker = any(tokenizer.is_special_text(marker) for marker in markers)
+        params = msgspec.structs.replace(params, structured_outputs=constraint)
+        if not any(tokenizer.is_special_text(marker) for marker in markers):
+            return params
         return msgspec.structs.replace(
-            params,
-            structured_outputs=constraint,
-            skip_special_tokens=params.skip_special_tokens and not has_special_marker,
+            params, skip_special_tokens=False, spaces_between_special_tokens=False
         )
 
     def _constraint(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
@@ -114,13 +139,14 @@ class AnswerPlan:
             return None
         else:
             answer_rule = _answer_rule(asked)
-        grammar = build_call_grammar(
-            self.tool_format,
+        grammar = self.tool_format.answer_grammar(
             [tool.enforced() for tool in self.tools],
             parallel=self.allows_parallel,
             answer_rule=answer_rule,
+            opening=self.opening,
         )
-        return StructuredOutputsParams(grammar=grammar, param="tools")
+        param = "tools" if self.tools or asked is None else asked.param
+        return StructuredOutputsParams(grammar=grammar, param=param)
 
 
 class AnswerParser:
@@ -132,23 +158,50 @@ class AnswerParser:
         if plan.tool_format is not None:
             names = [tool.function.name for tool in plan.tools]
             self._calls = plan.tool_format(names, parallel=plan.allows_parallel)
+            self._calls.add(plan.opening)
         self._has_content = not plan.needs_call
         self._has_named_tool = plan.has_named_tool
+        self._seen: set[str] = set()  # kinds of parts so far
 
-    def add(self, text: str, reason: str | None = None, stop: int | str | None = None) -> ChatDelta:
-        """Return what can be sent now. Text that may still begin a marker is held back.
+    def parts(
+        self, text: str, reason: str | None = None, stop: int | str | None = None
+    ) -> list[AnswerPart]:
+        """Return what can be said now. Text that may still begin a marker is held back.
 
         `reason` and `stop`: the finish and stop reasons of the last text."""
         is_last = reason is not None
         reasoning, rest = self._reasoning.add(text, is_last=is_last)
+        found = [AnswerPart("reasoning", reasoning)] if reasoning else []
         if self._calls is None:
-            return ChatDelta(content=rest or None, reasoning_content=reasoning or None)
-        parts = self._calls.add(rest) if rest else []
+            return [*found, AnswerPart("text", rest)] if rest else found
+        new = self._calls.add(rest) if rest else []
         if is_last:
             is_cut = reason != "stop" or stop is not None  # it did not end with an end token
-            parts = _merge(parts + self._calls.end(is_cut=is_cut))
-        content = "".join(part.text for part in parts if part.index is None and self._has_content)
-        calls = [self._call_delta(part) for part in parts if part.index is not None]
+            new = _merge(new + self._calls.end(is_cut=is_cut))
+        for one in new:
+            if one.index is not None:
+                id = None if one.name is None else self._calls.new_id()
+                begins = id is not None
+                found.append(AnswerPart("call", one.text, id, one.name, one.index, begins))
+            elif one.is_reasoning:
+                found.append(AnswerPart("reasoning", one.text, begins=one.begins_message))
+            elif self._has_content:
+                found.append(AnswerPart("text", one.text, begins=one.begins_message))
+        return found
+
+    def add(self, text: str, reason: str | None = None, stop: int | str | None = None) -> ChatDelta:
+        """Return `parts` as a chat has them: messages of one kind are joined by empty lines."""
+        texts: dict[str, list[str]] = {"reasoning": [], "text": []}
+        calls = []
+        for part in self.parts(text, reason, stop):
+            if part.kind == "call":
+                calls.append(_call_delta(part))
+                continue
+            if part.begins and part.kind in self._seen:
+                texts[part.kind].append("\n\n")
+            self._seen.add(part.kind)
+            texts[part.kind].append(part.text)
+        content, reasoning = "".join(texts["text"]), "".join(texts["reasoning"])
         return ChatDelta(
             content=content or None, reasoning_content=reasoning or None, tool_calls=calls or None
         )
@@ -184,25 +237,15 @@ class AnswerParser:
         is_call = self.has_complete_calls and not self._has_named_tool
         return "tool_calls" if is_call and reason == "stop" else reason
 
-    def _call_delta(self, part: ToolText) -> ToolCallDelta:
-        if part.name is None or self._calls is None:
-            return ToolCallDelta(part.index, function=FunctionCall(arguments=part.text))
-        return ToolCallDelta(
-            part.index, self._calls.new_id(), "function", FunctionCall(part.name, part.text)
-        )
+
+def _call_delta(part: AnswerPart) -> ToolCallDelta:
+    if part.id is None:
+        return ToolCallDelta(part.index, function=FunctionCall(arguments=part.text))
+    return ToolCallDelta(part.index, part.id, "function", FunctionCall(part.name, part.text))
 
 
-def _choose_format(
-    parsers: Parsers, body: ChatRequest, tokenizer: Tokenizer, needs_call: bool
-) -> type[ToolFormat]:
+def _choose_format(parsers: Parsers, template: str, needs_call: bool) -> type[ToolFormat]:
     """Return the format of the model's calls. Raises InvalidRequestError if it is unknown."""
-    template = tokenizer.chat_template_text if body.chat_template is None else body.chat_template
-    if "tools" not in template:
-        raise InvalidRequestError(
-            "The model's chat template has no place for tools, so the model would not see them. "
-            "--chat-template sets another template.",
-            param="tools",
-        )
     found = parsers.tool_format_for(template)
     if found is not None:
         return found
@@ -219,11 +262,13 @@ def _answer_rule(asked: StructuredOutputsParams) -> str:
     """Return the right side of a Lark rule. Raises InvalidRequestError if there is none."""
     if asked.choice is not None:
         return choice_rule(asked.choice)
+    if asked.regex is not None:
+        return regex_rule(asked.regex)
     schema: Any = {"type": "object"} if asked.json_object else asked.json
     if schema is None:
         raise InvalidRequestError(
-            "With tools, structured_outputs takes json, json_object or choice. "
-            "For another constraint, set tool_choice to none.",
+            "structured_outputs cannot take a grammar with tools, nor with the messages of "
+            "gpt-oss. Use json, json_object, regex or choice.",
             param="structured_outputs",
         )
     if isinstance(schema, str):
@@ -248,7 +293,7 @@ def _merge(parts: list[ToolText]) -> list[ToolText]:
     """Join each part with those that continue it."""
     merged: list[ToolText] = []
     for part in parts:
-        if merged and merged[-1].index == part.index and part.name is None:
+        if merged and part.continues(merged[-1]):
             merged[-1].text += part.text
         else:
             merged.append(part)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -12,30 +12,17 @@ from starlette.requests import Request
 from toolkit.api.http.error_bodies import validation_error
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import while_connected
-from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
+from toolkit.api.openai.answer_parts import AnswerParser, AnswerPart, AnswerPlan
 from toolkit.api.openai.beams import start_beams
 from toolkit.api.openai.generation import AnswerGroup, start_group
-from toolkit.api.openai.replies import ChatDelta
 from toolkit.api.openai.schemas import ChatRequest
-from toolkit.api.openai.tools import FunctionCall
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
+from toolkit.text.harmony import adapt_conversation, is_harmony
 from toolkit.text.tokenizer import Tokenizer
 
 LONG_CONVERSATION = 20_000
 """Characters above which a conversation is rendered and tokenized in a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerPart:
-    """New text of an answer: reasoning, content or the arguments of a call.
-
-    The first part of a call has its id and name."""
-
-    kind: Literal["reasoning", "text", "call"]
-    text: str
-    id: str | None = None
-    name: str | None = None
 
 
 @dataclass(slots=True)
@@ -55,18 +42,14 @@ class ChatAnswer:
         parser = AnswerParser(self.plan) if self.plan.has_parts else None
         async for _, delta in self.group.deltas():
             reason = delta.finish_reason
-            parsed = ChatDelta(content=delta.text)
-            if parser is not None:
-                parsed = parser.add(delta.text, reason, delta.stop_reason)
+            if parser is None:
+                parts = [AnswerPart("text", delta.text)] if delta.text else []
+            else:
+                parts = parser.parts(delta.text, reason, delta.stop_reason)
                 reason = None if reason is None else parser.finish_reason(reason)
                 self.has_complete_calls = parser.has_complete_calls
-            if parsed.reasoning_content:
-                yield AnswerPart("reasoning", parsed.reasoning_content)
-            if parsed.content:
-                yield AnswerPart("text", parsed.content)
-            for call in parsed.tool_calls or ():
-                function = call.function or FunctionCall()
-                yield AnswerPart("call", function.arguments or "", call.id, function.name)
+            for part in parts:
+                yield part
             if reason is not None:
                 self.finish_reason, self.stop_reason = reason, delta.stop_reason
 
@@ -94,12 +77,12 @@ async def encode_conversation(service: Service, body: ChatRequest, request: Requ
     """Return the prompt tokens of a conversation.
 
     A long conversation is rendered in a thread, and the request's own template in another process:
-    the event loop stays free. Raises InvalidRequestError if the chat template refuses the messages.
-    """
+    the event loop stays free. Raises InvalidRequestError if the chat template refuses the messages,
+    or the model an option."""
     options = body.template_options(trusted=service.config.trust_request_chat_template)
     if tools := body.callable_tools:
         options["tools"] = [tool.model_dump(exclude_none=True, by_alias=True) for tool in tools]
-    messages = _with_known_roles(service, body)
+    messages, options = _adapt(service, body, options)
     allow = service.config.allow_special_tokens_in_messages
     if body.chat_template is not None:
         given = {"messages": messages, **options}
@@ -161,11 +144,18 @@ def rename_params(names: Mapping[str, str]) -> Iterator[None]:
         raise error.renamed(names) from None
 
 
-def _with_known_roles(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
-    """Return the messages, with `system` for `developer` if the template lacks that role."""
+def _adapt(
+    service: Service, body: ChatRequest, options: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the messages and options as the chat template takes them.
+
+    `system` replaces `developer` if the template lacks that role. Raises InvalidRequestError for
+    what the model does not have."""
     messages = body.conversation()
     tokenizer = service.engine.tokenizer
     template = body.chat_template or (tokenizer.chat_template_text if tokenizer is not None else "")
-    if "developer" in template:
-        return messages
-    return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+    if is_harmony(template):
+        return adapt_conversation(messages, options)
+    if "developer" not in template:
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+    return messages, options

@@ -8,7 +8,8 @@ import msgspec
 
 from toolkit.api.http.body_fields import Body
 from toolkit.api.http.error_bodies import error_detail
-from toolkit.api.openai.conversation import AnswerPart, ChatAnswer
+from toolkit.api.openai.answer_parts import AnswerPart
+from toolkit.api.openai.conversation import ChatAnswer
 from toolkit.api.openai.response_request import ResponsesRequest
 
 _encoder = msgspec.json.Encoder()
@@ -129,7 +130,7 @@ class ResponseBuilder:
         return not self._items or self._items[-1].kind == "reasoning"
 
     def _begins_item(self, part: AnswerPart) -> bool:
-        return not self._items or self._items[-1].kind != part.kind or part.id is not None
+        return not self._items or self._items[-1].kind != part.kind or part.begins
 
     def _add_item(self, first: AnswerPart) -> _OutputItem:
         self._items.append(_OutputItem(first, self._name, len(self._items)))

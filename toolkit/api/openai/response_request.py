@@ -60,15 +60,24 @@ class InputMessage(Body):
     phase: str | None = Field(None, description=_FROM_ANSWER)
 
 
+class ReasoningPart(Body):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
 class InputReasoning(Body):
-    """Reasoning of an earlier answer. It is not shown to the model again."""
+    """Reasoning of an earlier answer. The chat template decides whether the model sees it."""
 
     type: Literal["reasoning"]
-    id: str | None = None
-    summary: Any = None
-    content: Any = None
-    status: str | None = None
-    encrypted_content: Any = None
+    content: Annotated[list[ReasoningPart] | None, FAIL_FAST, Field(max_length=MAX_MESSAGES)] = None
+    id: str | None = Field(None, description=_FROM_ANSWER)
+    summary: Any = Field(None, description=_FROM_ANSWER)
+    status: str | None = Field(None, description=_FROM_ANSWER)
+    encrypted_content: Any = Field(None, description="Not read: nothing is encrypted")
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or ())
 
 
 class InputCall(Body):
@@ -142,19 +151,29 @@ Input = Annotated[
 
 
 def _messages(items: list[Item]) -> list[dict[str, Any]]:
-    """Convert items to chat messages. Calls join the assistant's message before them."""
+    """Convert items to chat messages.
+
+    Calls join the assistant's message before them. Reasoning joins the message or call after it."""
     messages: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for item in items:
+        if isinstance(item, InputReasoning):
+            thoughts += [item.text] if item.text else []
+            continue
         if isinstance(item, InputMessage):
             messages.append({"role": item.role, "content": _text(item.content)})
         elif isinstance(item, InputCallOutput):
             messages.append(
                 {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
             )
-        elif isinstance(item, InputCall):
+        else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(item.to_chat())
+        if thoughts and messages[-1]["role"] == "assistant":
+            known = messages[-1].get("reasoning_content")
+            messages[-1]["reasoning_content"] = "\n\n".join(filter(None, [known, *thoughts]))
+        thoughts = []
     return messages
 
 

@@ -19,6 +19,7 @@ _PARAM_NAMES = {
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }  # chat parameters whose name differs here
 

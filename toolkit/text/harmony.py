@@ -1,0 +1,316 @@
+"""Harmony, the format of gpt-oss: an answer is messages, which have channels and recipients.
+
+Source: https://github.com/openai/harmony/blob/main/docs/format.md. Channel `analysis` is reasoning,
+a message to `functions.NAME` is a call, other messages are content: `final`, and the preambles
+without a recipient in `commentary`. Messages to other recipients, such as the built-in tools
+`python` and `browser`, are reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import InvalidParamError
+from toolkit.text.tool_formats import EndError, Steps, ToolFormat, ToolText, arguments_schema
+
+if TYPE_CHECKING:
+    from toolkit.text.chat_template import Message
+    from toolkit.text.tokenizer import Tokenizer
+    from toolkit.text.tool_formats import ToolSpec
+
+START, END, CHANNEL, MESSAGE, CONSTRAIN = (
+    f"<|{name}|>" for name in ("start", "end", "channel", "message", "constrain")
+)
+_ENDS = (END, "<|return|>", "<|call|>")  # of a message. The last two also end the answer
+_MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *_ENDS)
+_MARK = re.compile("|".join(map(re.escape, _MARKS)))
+_MAX_HEADER = 256  # characters of a header, without its marks at both ends
+_ROLE = "assistant"
+_FUNCTIONS = "functions."
+EFFORTS = ("low", "medium", "high")
+
+_HEADER = re.compile(
+    rf"(?:(?!<\|)[\s\S]|{re.escape(CHANNEL)}|{re.escape(CONSTRAIN)})*{re.escape(MESSAGE)}"
+)
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}([^\s<]*)")
+_RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]+)")
+_FIELDS = (CHANNEL, CONSTRAIN, MESSAGE, "to=")  # what can follow a header's role
+
+_OPTIONS = '%llguidance {"no_forcing": true}'
+"""Lets the model write a mark as its token. llguidance would force text byte by byte."""
+_THOUGHT = r"THOUGHT: /([^<]|<+[^<|])*<+\|end\|><\|start\|>assistant/"
+"""Rest of a message of reasoning, up to the next header. Without other marks. One terminal:
+llguidance's lexer is greedy."""
+
+
+def is_harmony(template: str) -> bool:
+    """Return True if a chat template writes harmony."""
+    return all(mark in template for mark in (START, CHANNEL, MESSAGE))
+
+
+class HarmonyFormat(ToolFormat):
+    """Parser of one answer. It also reports reasoning.
+
+    Without functions nothing is a call. What is no message is content, without its marks. If the
+    answer is cut inside a header, that header is dropped."""
+
+    markers = (START, END, CHANNEL, MESSAGE, CONSTRAIN)  # not the tokens that end an answer
+
+    @classmethod
+    def opening_of(cls, prompt: list[int], tokenizer: Tokenizer) -> str:
+        """Return the message that the prompt leaves open, without its content."""
+        [start, *others] = tokenizer.encode(START, add_special_tokens=False)
+        if others or start not in prompt:
+            return ""
+        at = len(prompt) - 1 - prompt[::-1].index(start)
+        text = tokenizer.decode(prompt[at:], skip_special_tokens=False)
+        header, mark, content = text.partition(MESSAGE)
+        return "" if any(end in content for end in _ENDS) else header + mark
+
+    @classmethod
+    def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """Return rules of one call: the token after it ends the answer."""
+        rules = ["calls: " + " | ".join(f"call{i}" for i in range(len(tools)))]
+        for i, tool in enumerate(tools):
+            to = f"to={_FUNCTIONS}{tool.function.name}"
+            headers = [
+                f"{CHANNEL}commentary {to} {CONSTRAIN}json{MESSAGE}",
+                f" {to}{CHANNEL}commentary {CONSTRAIN}json{MESSAGE}",
+                f" {to}{CHANNEL}commentary json{MESSAGE}",
+            ]
+            choices = " | ".join(map(json.dumps, headers))
+            schema = json.dumps(arguments_schema(tool), ensure_ascii=False)
+            rules.append(f"call{i}: ({choices}) %json {schema}")
+        return "\n".join(rules)
+
+    @classmethod
+    def answer_grammar(
+        cls,
+        tools: Sequence[ToolSpec],
+        *,
+        parallel: bool,
+        answer_rule: str | None = None,
+        opening: str = "",
+    ) -> str:
+        """Return a grammar of reasoning, then a call or the content of a final message."""
+        header, is_content, _ = opening.partition(MESSAGE)
+        if is_content and _is_reasoning(header):
+            begin = "THOUGHT thought*"
+        elif is_content:
+            if answer_rule is None:
+                raise InvalidParamError(
+                    "tool_choice", "requires a call, which cannot continue the last message."
+                )
+            return f"{_OPTIONS}\nstart: {answer_rule}\n"
+        elif opening.endswith(_ROLE):
+            begin = "thought*"
+        else:
+            begin = f'"{START}{_ROLE}" thought*'
+        ends = ["calls"] * bool(tools) + ["answer"] * (answer_rule is not None)
+        rules = [
+            f"{_OPTIONS}\nstart: {begin} ({' | '.join(ends)})",
+            f'thought: "{CHANNEL}analysis{MESSAGE}" THOUGHT\n{_THOUGHT}',
+        ]
+        if tools:
+            rules.append(cls.grammar(tools, parallel=parallel))
+        if answer_rule is not None:
+            rules.append(f'answer: "{CHANNEL}final{MESSAGE}" {answer_rule}')
+        return "\n".join(rules) + "\n"
+
+    _has_arguments = False  # the call that is open has some
+
+    def _read(self) -> Steps:
+        write = self._writer(is_reasoning=False)
+        try:
+            while True:
+                mark = yield from self._write_until_mark(write)
+                if mark in (MESSAGE, CONSTRAIN):  # out of place
+                    continue
+                self._close_call()
+                if self.num_calls and not self._parallel:
+                    return
+                write = self._writer(is_reasoning=False)
+                if mark in (START, CHANNEL):
+                    header = yield from self._header(mark)
+                    write = self._open(header) if header is not None else write
+        except EndError:
+            if not self._is_cut:
+                self._close_call()
+            raise
+
+    def _write_until_mark(self, write: Callable[[str], None]) -> Generator[None, None, str]:
+        """Write text up to a mark. Skip and return the mark."""
+        while True:
+            found = _MARK.search(self._text, self._at)
+            end = found.start() if found is not None else self._certain_end()
+            write(self._text[self._at : end])
+            self._at = end
+            if found is not None:
+                self._at = found.end()
+                return found[0]
+            if self._has_ended:
+                rest = self._text[end:]
+                write("" if self._is_cut and len(rest) > 1 else rest)
+                raise EndError
+            yield
+
+    def _certain_end(self) -> int:
+        """Return the end of the text that cannot begin a mark."""
+        at = self._text.rfind("<", self._at)
+        if at >= 0 and any(mark.startswith(self._text[at:]) for mark in _MARKS):
+            return at
+        return len(self._text)
+
+    def _header(self, mark: str) -> Generator[None, None, str | None]:
+        """Read the header after a mark. Returns both; None if the text is no header."""
+        self._candidate = self._at
+        while True:
+            text = self._text[self._candidate :]
+            found = _HEADER.match(text, 0, _MAX_HEADER)
+            if found is not None and _begins_header(mark, found[0]):
+                self._at = self._candidate + found.end()
+                self._candidate = None
+                return mark + found[0]
+            is_short = len(text) <= _MAX_HEADER
+            may_be = is_short and MESSAGE not in text and _begins_header(mark, text)
+            if self._has_ended and self._is_cut and may_be:
+                raise EndError  # which drops the candidate
+            if self._has_ended or not may_be:
+                is_assistant = mark == START and text.startswith(_ROLE)
+                self._at = self._candidate + (len(_ROLE) if is_assistant else 0)
+                self._candidate = None
+                return None
+            yield
+
+    def _open(self, header: str) -> Callable[[str], None]:
+        """Begin a message. Returns what writes its content."""
+        recipient = _recipient(header)
+        name = recipient.removeprefix(_FUNCTIONS)
+        if name and (name in self._names or (self._names and name != recipient)):
+            index = self._begin(name)
+            self.is_within_arguments = True
+            self._has_arguments = False
+            return lambda text: self._write_arguments(text, index)
+        return self._writer(is_reasoning=_is_reasoning(header))
+
+    def _writer(self, *, is_reasoning: bool) -> Callable[[str], None]:
+        """Return what writes the text of one message."""
+        begins = True
+
+        def write(text: str) -> None:
+            nonlocal begins
+            if text:
+                self._report(ToolText(text, is_reasoning=is_reasoning, begins_message=begins))
+                begins = False
+
+        return write
+
+    def _write_arguments(self, text: str, index: int) -> None:
+        self._has_arguments = self._has_arguments or bool(text.strip())
+        self._emit(text, index)
+
+    def _close_call(self) -> None:
+        if self.is_within_arguments:
+            self._emit("" if self._has_arguments else "{}", self.num_calls - 1)
+            self.is_within_arguments = False
+
+
+def _begins_header(mark: str, text: str) -> bool:
+    """Return True if text after a mark is a header, or can begin one."""
+    if set(_MARK.findall(text)) - {CHANNEL, CONSTRAIN, MESSAGE}:
+        return False
+    if mark == CHANNEL:
+        return True
+    role = _ROLE if text.startswith(_ROLE) else re.split(r"[\s<]", text, maxsplit=1)[0]
+    rest = text[len(role) :].lstrip()
+    return not rest or any(rest.startswith(one) or one.startswith(rest) for one in _FIELDS)
+
+
+def _recipient(header: str) -> str:
+    found = _RECIPIENT.search(header)
+    return found[1] if found is not None else ""
+
+
+def _is_reasoning(header: str) -> bool:
+    channel = _CHANNEL.search(header)
+    return bool(_recipient(header)) or (channel is not None and channel[1] == "analysis")
+
+
+# ---- conversations
+
+
+def adapt_conversation(
+    messages: list[Message], options: Mapping[str, Any]
+) -> tuple[list[Message], dict[str, Any]]:
+    """Return messages and options of a chat template as gpt-oss's takes them.
+
+    It renders one instruction, at the beginning; one call of a message; one text before it; and
+    only functions with a description. Raises InvalidRequestError for an effort that the model does
+    not know, and for its built-in tools."""
+    effort = options.get("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidParamError(
+            "reasoning_effort", f"must be low, medium or high for this model; got {effort!r}."
+        )
+    if options.get("builtin_tools"):
+        raise InvalidParamError(
+            "chat_template_kwargs",
+            "cannot set builtin_tools: this server runs neither the browser nor the python tool. "
+            "Send functions as tools.",
+        )
+    changed = dict(options)
+    if "tools" in options:
+        changed["tools"] = [
+            {**tool, "function": {"description": "", **tool["function"]}}
+            for tool in options["tools"]
+        ]
+    return _with_single_calls(_with_one_instruction(messages)), changed
+
+
+def _with_one_instruction(messages: list[Message]) -> list[Message]:
+    found = [one for one in messages if one["role"] in ("system", "developer")]
+    if not found:
+        return messages
+    text = "\n\n".join(one["content"] for one in found if one["content"])
+    return [found[0] | {"content": text}, *(one for one in messages if one not in found)]
+
+
+def _with_single_calls(messages: list[Message]) -> list[Message]:
+    """Split messages with several calls. Each call is followed by its result."""
+    changed: list[Message] = []
+    results: list[Message] = []  # of the calls that `pending` has
+    pending: list[Message] = []
+
+    def flush() -> None:
+        for one in pending:
+            [call] = one["tool_calls"]
+            own = [result for result in results if result.get("tool_call_id") == call["id"]][:1]
+            results[:] = [result for result in results if result not in own]
+            changed.extend([one, *own])
+        changed.extend(results)
+        pending.clear()
+        results.clear()
+
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(message)
+            continue
+        flush()
+        first, *more = message.get("tool_calls") or [None]
+        if first is None:
+            changed.append(message)
+            continue
+        pending.append(_with_one_text(message) | {"tool_calls": [first]})
+        pending.extend({"role": _ROLE, "content": "", "tool_calls": [call]} for call in more)
+    flush()
+    return changed
+
+
+def _with_one_text(message: Message) -> Message:
+    """Join reasoning and preamble: the template writes either as reasoning."""
+    thoughts = message.get("reasoning_content")
+    if not thoughts or not message["content"]:
+        return message
+    return message | {"content": "", "reasoning_content": f"{thoughts}\n\n{message['content']}"}
