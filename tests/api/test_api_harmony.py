@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from tests import checkpoints
 from tests.harmony import TEMPLATE, TOKENS
 from tests.server import Server
-from toolkit.api.openai.answer_parts import AnswerPlan
+from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
 from toolkit.api.openai.conversation import ChatAnswer
 from toolkit.api.openai.replies import PromptTokensDetails, Usage
 from toolkit.api.openai.response_events import ResponseBuilder
@@ -65,8 +65,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     folder = checkpoints.save(model, tmp_path_factory.mktemp("harmony") / "model", tokenizer=False)
     checkpoints.edit_json(folder / "config.json", max_position_embeddings=4096)
-    ends = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
-    checkpoints.edit_json(folder / "generation_config.json", eos_token_id=[checkpoints.EOS, *ends])
     tokenizer.save_pretrained(folder)
     server = Server(
         *(str(folder), "--served-model-name", "tiny", "--num-gpu-blocks-override", "2048"),
@@ -120,6 +118,13 @@ def chat(served: Server, text: str, **fields: Any) -> Any:
     return choice
 
 
+def test_harmony_has_two_more_tokens_that_end_answers(served: Server) -> None:
+    """The files name only <|endoftext|>."""
+    info = served.http.get("/tokenizer_info").json()
+    ends = make_tokenizer().convert_tokens_to_ids(["<|return|>", "<|call|>"])
+    assert info["eos_token_ids"] == [checkpoints.EOS, *ends]
+
+
 def test_chat_has_reasoning_and_content(served: Server) -> None:
     choice = chat(served, ANSWER)
     message = choice["message"]
@@ -155,6 +160,18 @@ def test_several_answers_and_log_probabilities_keep_marks_out(served: Server) ->
     assert [one["message"]["content"] for one in choices] == ["Cold."] * 2
     tokens = [one["token"] for one in choices[0]["logprobs"]["content"]]
     assert "".join(tokens) == ANSWER  # log-probabilities are those of all tokens
+
+
+def test_beams_have_no_marks(served: Server) -> None:
+    body = {"messages": ASK, "max_tokens": 40, "use_beam_search": True, "best_of": 2, "n": 2}
+    body["return_token_ids"] = True
+    choices = served.http.post("/v1/chat/completions", json=body).json()["choices"]
+    for choice in choices:
+        parser = AnswerParser(dictate("", 1).plan)
+        text = make_tokenizer().decode(choice["token_ids"])
+        expected = parser.message(text, "length").content
+        assert choice["message"]["content"] == expected
+        assert not any(mark in expected for mark in TOKENS)
 
 
 def test_final_message_is_continued(served: Server) -> None:

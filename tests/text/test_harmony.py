@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harmony import TEMPLATE
 from toolkit.config import ServerConfig
 from toolkit.errors import ConfigError, InvalidRequestError
+from toolkit.text.chat_template import ChatTemplates
 from toolkit.text.harmony import HarmonyFormat, adapt_conversation
 from toolkit.text.parsers import Parsers
 from toolkit.text.tool_formats import MistralFormat
@@ -52,6 +56,7 @@ ANSWERS: list[tuple[str, Parts]] = [
     ("<|channel|>analysis to=python code<|message|>1+1", [("reasoning", "1+1")]),
     ("<|channel|>commentary to=browser.search<|message|>{}", [("reasoning", "{}")]),
     (f"{FINAL}a < b <| c <|foo|> <", [("text", "a < b <| c <|foo|> <")]),
+    ("<|channel|>final to=user<|message|>Yes.", [("text", "Yes.")]),
     ("<|message|>No channel", [("text", "No channel")]),
     # What is not harmony.
     ("Hello there, you.", [("text", "Hello there, you.")]),
@@ -227,7 +232,7 @@ def test_messages_are_those_of_openai_s_parser(messages):
         [content] = one.content
         to = one.recipient or ""
         is_call = to.startswith("functions.")
-        is_reasoning = one.channel == "analysis" or bool(to)
+        is_reasoning = one.channel == "analysis" or (bool(to) and one.channel != "final")
         kind = to[len("functions.") :] if is_call else "reasoning" if is_reasoning else "text"
         body = content.text if content.text.strip() or not is_call else content.text + "{}"
         if body:
@@ -236,10 +241,80 @@ def test_messages_are_those_of_openai_s_parser(messages):
     assert parse(pieces) == expected
 
 
+def spec(name: str, required: list[str], **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"name": name, "description": f"Does {name}.", "parameters": parameters}
+
+
+CITY = {"type": "string", "description": "Its name"}
+UNIT = {"type": "string", "enum": ["c", "f"], "default": "c"}
+SPECS = [
+    spec("weather", ["city"], city=CITY, unit=UNIT),
+    spec("note", [], tags={"type": "array", "items": {"type": "integer"}}),
+]
+WORDS = st.text("abc é<|>\n", min_size=1, max_size=8)
+
+
+@given(
+    instruction=WORDS | st.none(),
+    questions=st.lists(st.tuples(WORDS, WORDS), max_size=2),
+    calls=st.lists(st.tuples(WORDS, st.sampled_from(NAMES), WORDS), max_size=3),
+    has_tools=st.booleans(),
+    effort=st.sampled_from(["low", "medium", "high"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_prompt_is_that_of_openai_s_renderer(instruction, questions, calls, has_tools, effort):
+    encoding, _ = oracle()
+    harmony = pytest.importorskip("openai_harmony")
+    of, roles = harmony.Message.from_role_and_content, harmony.Role
+    system = harmony.SystemContent.new().with_reasoning_effort(
+        getattr(harmony.ReasoningEffort, effort.upper())
+    )
+    system = system.with_conversation_start_date(f"{datetime.now():%Y-%m-%d}")
+    developer = harmony.DeveloperContent.new()
+    if instruction is not None:
+        developer = developer.with_instructions(instruction)
+    if has_tools:
+        developer = developer.with_function_tools(
+            [harmony.ToolDescription.new(*one.values()) for one in SPECS]
+        )
+    theirs = [of(roles.SYSTEM, system)]
+    theirs += [of(roles.DEVELOPER, developer)] if instruction is not None or has_tools else []
+    ours: list[dict[str, Any]] = []
+    if instruction is not None:
+        ours.append({"role": "developer", "content": instruction})
+    for question, answer in questions:
+        theirs += [of(roles.USER, question), of(roles.ASSISTANT, answer).with_channel("final")]
+        ours.append({"role": "user", "content": question})
+        ours.append({"role": "assistant", "content": answer, "reasoning_content": "old"})
+    theirs.append(of(roles.USER, "Now?"))
+    ours.append({"role": "user", "content": "Now?"})
+    for number, (thought, name, output) in enumerate(calls):
+        arguments = {"n": number}
+        request = of(roles.ASSISTANT, json.dumps(arguments)).with_channel("commentary")
+        author = harmony.Author.new(roles.TOOL, f"functions.{name}")
+        theirs += [
+            of(roles.ASSISTANT, thought).with_channel("analysis"),
+            request.with_recipient(f"functions.{name}").with_content_type("json"),
+            harmony.Message.from_author_and_content(author, output)
+            .with_channel("commentary")
+            .with_recipient("assistant"),
+        ]
+        made = call(str(number), name)
+        made["function"]["arguments"] = arguments
+        ours.append({"role": "assistant", "content": "", "thinking": thought, "tool_calls": [made]})
+        ours.append({"role": "tool", "tool_call_id": str(number), "content": output})
+    conversation = harmony.Conversation.from_messages(theirs)
+    tokens = encoding.render_conversation_for_completion(conversation, roles.ASSISTANT)
+    options: dict[str, Any] = {"reasoning_effort": effort}
+    if has_tools:
+        options["tools"] = [{"type": "function", "function": one} for one in SPECS]
+    messages, options = adapt_conversation(ours, options)
+    text = ChatTemplates({"default": TEMPLATE}, {}).render(messages, **options)
+    assert text == encoding.decode_utf8(tokens)
+
+
 # ---- detection
-
-
-TEMPLATE = "{% if tools %}{% endif %}<|start|>system<|message|><|end|><|channel|>"
 
 
 @pytest.mark.parametrize(

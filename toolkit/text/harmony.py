@@ -2,8 +2,8 @@
 
 Source: https://github.com/openai/harmony/blob/main/docs/format.md. Channel `analysis` is reasoning,
 a message to `functions.NAME` is a call, other messages are content: `final`, and the preambles
-without a recipient in `commentary`. Messages to other recipients, such as the built-in tools
-`python` and `browser`, are reasoning."""
+without a recipient in `commentary`. Commentary to others, such as the built-in tools `python` and
+`browser`, is reasoning."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from toolkit.text.tool_formats import EndError, Steps, ToolFormat, ToolText, arg
 
 if TYPE_CHECKING:
     from toolkit.text.chat_template import Message
-    from toolkit.text.tokenizer import Tokenizer
-    from toolkit.text.tool_formats import ToolSpec
+    from toolkit.text.tool_formats import Codec, ToolSpec
 
 START, END, CHANNEL, MESSAGE, CONSTRAIN = (
     f"<|{name}|>" for name in ("start", "end", "channel", "message", "constrain")
 )
-_ENDS = (END, "<|return|>", "<|call|>")  # of a message. The last two also end the answer
+ANSWER_ENDS = ("<|return|>", "<|call|>")
+_ENDS = (END, *ANSWER_ENDS)  # of a message
 _MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *_ENDS)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _MAX_HEADER = 256  # characters of a header, without its marks at both ends
 _ROLE = "assistant"
 _FUNCTIONS = "functions."
-EFFORTS = ("low", "medium", "high")
+_INSTRUCTIONS = ("system", "developer")  # roles
+_EFFORTS = ("low", "medium", "high")
 
 _HEADER = re.compile(
     rf"(?:(?!<\|)[\s\S]|{re.escape(CHANNEL)}|{re.escape(CONSTRAIN)})*{re.escape(MESSAGE)}"
@@ -57,9 +58,10 @@ class HarmonyFormat(ToolFormat):
     answer is cut inside a header, that header is dropped."""
 
     markers = (START, END, CHANNEL, MESSAGE, CONSTRAIN)  # not the tokens that end an answer
+    _has_arguments = False  # of the open call
 
     @classmethod
-    def opening_of(cls, prompt: list[int], tokenizer: Tokenizer) -> str:
+    def opening_of(cls, prompt: list[int], tokenizer: Codec) -> str:
         """Return the message that the prompt leaves open, without its content."""
         [start, *others] = tokenizer.encode(START, add_special_tokens=False)
         if others or start not in prompt:
@@ -119,8 +121,6 @@ class HarmonyFormat(ToolFormat):
             rules.append(f'answer: "{CHANNEL}final{MESSAGE}" {answer_rule}')
         return "\n".join(rules) + "\n"
 
-    _has_arguments = False  # the call that is open has some
-
     def _read(self) -> Steps:
         write = self._writer(is_reasoning=False)
         try:
@@ -167,7 +167,7 @@ class HarmonyFormat(ToolFormat):
         """Read the header after a mark. Returns both; None if the text is no header."""
         self._candidate = self._at
         while True:
-            text = self._text[self._candidate :]
+            text = self._text[self._candidate : self._candidate + _MAX_HEADER + 1]
             found = _HEADER.match(text, 0, _MAX_HEADER)
             if found is not None and _begins_header(mark, found[0]):
                 self._at = self._candidate + found.end()
@@ -234,8 +234,9 @@ def _recipient(header: str) -> str:
 
 
 def _is_reasoning(header: str) -> bool:
-    channel = _CHANNEL.search(header)
-    return bool(_recipient(header)) or (channel is not None and channel[1] == "analysis")
+    found = _CHANNEL.search(header)
+    channel = found[1] if found is not None else ""
+    return channel == "analysis" or (channel != "final" and bool(_recipient(header)))
 
 
 # ---- conversations
@@ -250,7 +251,7 @@ def adapt_conversation(
     only functions with a description. Raises InvalidRequestError for an effort that the model does
     not know, and for its built-in tools."""
     effort = options.get("reasoning_effort")
-    if effort is not None and effort not in EFFORTS:
+    if effort is not None and effort not in _EFFORTS:
         raise InvalidParamError(
             "reasoning_effort", f"must be low, medium or high for this model; got {effort!r}."
         )
@@ -270,41 +271,34 @@ def adapt_conversation(
 
 
 def _with_one_instruction(messages: list[Message]) -> list[Message]:
-    found = [one for one in messages if one["role"] in ("system", "developer")]
+    found = [one for one in messages if one["role"] in _INSTRUCTIONS]
     if not found:
         return messages
     text = "\n\n".join(one["content"] for one in found if one["content"])
-    return [found[0] | {"content": text}, *(one for one in messages if one not in found)]
+    rest = (one for one in messages if one["role"] not in _INSTRUCTIONS)
+    return [found[0] | {"content": text}, *rest]
 
 
 def _with_single_calls(messages: list[Message]) -> list[Message]:
     """Split messages with several calls. Each call is followed by its result."""
     changed: list[Message] = []
-    results: list[Message] = []  # of the calls that `pending` has
-    pending: list[Message] = []
-
-    def flush() -> None:
-        for one in pending:
-            [call] = one["tool_calls"]
-            own = [result for result in results if result.get("tool_call_id") == call["id"]][:1]
-            results[:] = [result for result in results if result not in own]
-            changed.extend([one, *own])
-        changed.extend(results)
-        pending.clear()
-        results.clear()
-
-    for message in messages:
-        if message["role"] == "tool":
-            results.append(message)
-            continue
-        flush()
-        first, *more = message.get("tool_calls") or [None]
-        if first is None:
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        if not message.get("tool_calls"):
             changed.append(message)
             continue
-        pending.append(_with_one_text(message) | {"tool_calls": [first]})
-        pending.extend({"role": _ROLE, "content": "", "tool_calls": [call]} for call in more)
-    flush()
+        results: dict[Any, list[Message]] = {}
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.setdefault(messages[at].get("tool_call_id"), []).append(messages[at])
+            at += 1
+        message = _with_one_text(message)
+        for call in message["tool_calls"]:
+            changed.append(message | {"tool_calls": [call]})
+            changed += results.pop(call["id"], [])
+            message = {"role": _ROLE, "content": ""}
+        changed += [one for others in results.values() for one in others]
     return changed
 
 

@@ -13,6 +13,7 @@ from toolkit.gguf.file import read_gguf
 from toolkit.gguf.folder import is_gguf, read_file
 from toolkit.gguf.tokenizer import has_tokenizer
 from toolkit.text.chat_template import ChatTemplates, describe, load_template
+from toolkit.text.harmony import ANSWER_ENDS, is_harmony
 from toolkit.text.tokenizer_files import read_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -305,13 +306,18 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer 
 
 
 def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the tokens that end an answer, by generation_config.json, config.json, tokenizer."""
+    """Return the tokens that end an answer, by generation_config.json, config.json, tokenizer.
+
+    A chat template in harmony adds harmony's: GGUF files name one of them."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = json.loads(read_file(folder, name) or "{}").get("eos_token_id")
         found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
+    if tokenizer is not None and is_harmony(tokenizer.chat_template_text):
+        ends = [tokenizer.encode(end, add_special_tokens=False) for end in ANSWER_ENDS]
+        found += [ids[0] for ids in ends if len(ids) == 1]
     return sorted(set(found))
 
 

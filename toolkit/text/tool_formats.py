@@ -4,18 +4,13 @@ A parser's output does not depend on how the text is split. Text that is not a c
 call is reported once its name is known and its arguments begin; an answer may be cut off inside.
 The beginning of a call that is cut off before that is neither a call nor content."""
 
-from __future__ import annotations
-
 import abc
 import json
 import secrets
 import string
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
-
-if TYPE_CHECKING:
-    from toolkit.text.tokenizer import Tokenizer
+from typing import Any, ClassVar, Protocol, Self
 
 MAX_PARALLEL = 32  # calls in an answer whose grammar is calls
 _ALPHABET = string.ascii_letters + string.digits
@@ -42,6 +37,14 @@ class ToolSpec(Protocol):
 
     @property
     def function(self) -> FunctionSpec: ...
+
+
+class Codec(Protocol):
+    """Tokenizer, as formats need it."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(slots=True)
@@ -116,7 +119,7 @@ class ToolFormat(abc.ABC):
         return f"call_{secrets.token_hex(12)}"
 
     @classmethod
-    def opening_of(cls, prompt: list[int], tokenizer: Tokenizer) -> str:
+    def opening_of(cls, prompt: list[int], tokenizer: Codec) -> str:
         """Return the text at the prompt's end that the answer continues, for the parser to read."""
         return ""
 

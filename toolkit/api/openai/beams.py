@@ -29,10 +29,12 @@ class BeamStream:
         state: RequestState,
         num_answers: int,
         priority: int,
+        skip_special_tokens: bool,
     ) -> None:
         self.state = state
         self._service, self._search = service, search
         self._num_answers, self._priority = num_answers, priority
+        self._skip_special_tokens = skip_special_tokens
         self._running: list[RequestStream] = []
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
@@ -45,7 +47,11 @@ class BeamStream:
                 await self._run()
         except TimeoutError:
             raise RequestTimeoutError(f"The request did not finish within {timeout:g} s.") from None
-        for one in self._search.best(self._num_answers, self._service.engine.tokenizer):
+        tokenizer = self._service.engine.tokenizer
+        for one in self._search.best(self._num_answers, tokenizer):
+            if tokenizer is not None and not self._skip_special_tokens:
+                visible = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
+                one.text = tokenizer.decode(visible, skip_special_tokens=False)
             yield Delta(
                 one.index, one.text, one.token_ids, one.logprobs, finish_reason=one.finish_reason
             )
@@ -82,6 +88,7 @@ async def start_beams(
     body: CompletionRequest | ChatRequest,
     *,
     request_id: str,
+    skip_special_tokens: bool = True,
 ) -> AnswerGroup:
     """Prepare a search for each prompt.
 
@@ -113,7 +120,9 @@ async def start_beams(
         token_ids = request.spec.prompt_token_ids
         search = BeamSearch(token_ids, params, request.spec.eos_token_ids)
         state = RequestState(f"{name}-{index}", text, token_ids, search.step_params)
-        streams.append(BeamStream(service, search, state, num_answers, body.priority))
+        streams.append(
+            BeamStream(service, search, state, num_answers, body.priority, skip_special_tokens)
+        )
     return AnswerGroup(streams, num_answers)
 
 

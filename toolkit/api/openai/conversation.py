@@ -65,7 +65,13 @@ async def start_answer(
     plan = AnswerPlan.of(body, prompt, tokenizer, service.plugins.parsers)
     params = plan.constrain(params, tokenizer)
     if body.use_beam_search:
-        group = await start_beams(service, [prompt], body, request_id=request_id)
+        group = await start_beams(
+            service,
+            [prompt],
+            body,
+            request_id=request_id,
+            skip_special_tokens=params.skip_special_tokens,
+        )
     else:
         group = await start_group(
             service, [prompt], params, request_id=request_id, priority=body.priority
