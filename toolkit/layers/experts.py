@@ -30,7 +30,7 @@ from toolkit.weights.mxfp4 import MXFP4Weight
 from toolkit.weights.quantization import find_packing, new_weight, unquantized
 from toolkit.weights.slots import JoinedSlot, Slot, Slots, StackedSlot, joined_slot
 from toolkit.weights.source import Source
-from toolkit.weights.weight import StackableWeight, Weight, parameter
+from toolkit.weights.weight import StackableWeight, Stored, parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class StackedExperts(Experts):
         packings = {find_packing(one.gate.name) for one in self.experts}
         rows *= self.own.count
         layouts = {DENSE if packing is None else packing.layout for packing in packings}
-        weight: Weight | None = None
+        weight: Stored | None = None
         if packings == {None}:
             weight = new_weight(rows, columns)
         elif layouts == {MXFP4}:

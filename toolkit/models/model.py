@@ -13,7 +13,7 @@ from toolkit.attention.packed import PackedBatch
 from toolkit.distributed import SINGLE_STAGE, Stage
 from toolkit.layers import OutputHead
 from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
-from toolkit.weights.weight import Weight
+from toolkit.weights.weight import Stored
 
 
 @runtime_checkable
@@ -71,7 +71,7 @@ class Model(nn.Module, abc.ABC):
         """Bytes of the weights, packed or not."""
         return sum(
             module.nbytes
-            if isinstance(module, Weight)
+            if isinstance(module, Stored)
             else sum(p.nbytes for p in module.parameters(recurse=False))
             for module in self.modules()
         )

@@ -18,7 +18,7 @@ from toolkit.weights.collected import CollectedSlot
 from toolkit.weights.gguf import reader as gguf
 from toolkit.weights.safetensors import StoredTensor, read_header, read_into
 from toolkit.weights.slots import Slot, Slots
-from toolkit.weights.weight import DUMMY_STD, Weight
+from toolkit.weights.weight import DUMMY_STD, Stored
 
 _PREFIXES = ("transformer.", "model.", "gpt_neox.", "bert.", "roberta.")
 _NOT_WEIGHTS = (
@@ -192,7 +192,7 @@ def _fill_dummy(model: Loadable, seed: int, _stop: threading.Event) -> None:
     """Fill with random weights, reproducible per device type. Norms keep their values."""
     generator = torch.Generator(next(model.named_parameters())[1].device).manual_seed(seed)
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    weights = [module for module in modules if isinstance(module, Weight)]
+    weights = [module for module in modules if isinstance(module, Stored)]
     in_weights = {id(parameter) for weight in weights for parameter in weight.parameters()}
     for weight in weights:
         weight.fill_randomly(generator)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from toolkit.distributed import Shard
@@ -12,10 +10,7 @@ from toolkit.kernels import mxfp4
 from toolkit.kernels.reference import Stack
 from toolkit.weights.formats.packing import divided
 from toolkit.weights.slots import Slot
-from toolkit.weights.weight import ALL, Epilogue, StackableWeight, parameter
-
-if TYPE_CHECKING:
-    from toolkit.weights.weight import Rows
+from toolkit.weights.weight import StackableWeight, parameter
 
 _DUMMY_SCALES = 119, 121
 """Exponents for dummy weights: about the deviation of DUMMY_STD."""
@@ -77,14 +72,3 @@ class MXFP4Weight(StackableWeight):
         columns = slice(self.shape[1] // mxfp4.GROUP)
         self.values[:, columns].random_(0, 256, generator=generator)
         self.scales[:, columns].random_(*_DUMMY_SCALES, generator=generator)
-
-    # Layers of experts have products of their own.
-
-    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
-        raise NotImplementedError("experts are multiplied as a stack")
-
-    def take(self, ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("experts are multiplied as a stack")
-
-    def dequantize(self, rows: slice = ALL) -> torch.Tensor:
-        raise NotImplementedError("experts are multiplied as a stack")

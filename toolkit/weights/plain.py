@@ -27,7 +27,7 @@ def plain_weight(rows: int, columns: int) -> PlainWeight:
     return PlainWeight(values) if kernels is None else GPUWeight(values, kernels)
 
 
-class PlainWeight(StackableWeight):
+class PlainWeight(Weight, StackableWeight):
     """A weight that PyTorch multiplies, unless it is packed for a CPU."""
 
     def __init__(self, values: torch.Tensor) -> None:

@@ -48,13 +48,8 @@ class Epilogue(NamedTuple):
         return y if self.dtype is None else y.to(self.dtype)
 
 
-class Weight(nn.Module, abc.ABC):
-    """A matrix [rows, columns] that x [num_tokens, columns] is multiplied by.
-
-    It is filled through its slots, then `finish` replaces it by the layout of the device. That may
-    have products only, and rows if `has_rows`."""
-
-    has_rows = True  # supports `take`
+class Stored(nn.Module, abc.ABC):
+    """A matrix [rows, columns] that is filled through its slots."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -63,6 +58,43 @@ class Weight(nn.Module, abc.ABC):
     @property
     @abc.abstractmethod
     def nbytes(self) -> int: ...
+
+    def part_slots(
+        self,
+        rows: slice,
+        shards: tuple[Shard, Shard],
+        *,
+        transpose: bool = False,
+        order: tuple[int, ...] | None = None,
+    ) -> dict[str, Slot]:
+        """Return the slots of some rows, by the ends of their tensors' names.
+
+        shards: of a checkpoint's rows and columns. The rest is as in `Slot`."""
+        raise NotImplementedError(_FINISHED)
+
+    def fill_randomly(self, generator: torch.Generator) -> None:
+        """Fill with normal random numbers of a standard deviation of DUMMY_STD."""
+        raise NotImplementedError(_FINISHED)
+
+
+class StackableWeight(Stored):
+    """A matrix that may hold those of all experts of a layer, one after the other."""
+
+    @abc.abstractmethod
+    def stack(self, count: int) -> reference.Stack:
+        """Return views of the weights of so many experts."""
+
+    def arrange_stack(self, count: int) -> None:
+        """Put the weights of so many experts in the order of the kernels, in place."""
+
+
+class Weight(Stored):
+    """A matrix [rows, columns] that x [num_tokens, columns] is multiplied by.
+
+    It is filled through its slots, then `finish` replaces it by the layout of the device. That may
+    have products only, and rows if `has_rows`."""
+
+    has_rows = True  # supports `take`
 
     @abc.abstractmethod
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
@@ -102,25 +134,8 @@ class Weight(nn.Module, abc.ABC):
 
     # Until `finish`
 
-    def part_slots(
-        self,
-        rows: slice,
-        shards: tuple[Shard, Shard],
-        *,
-        transpose: bool = False,
-        order: tuple[int, ...] | None = None,
-    ) -> dict[str, Slot]:
-        """Return the slots of some rows, by the ends of their tensors' names.
-
-        shards: of a checkpoint's rows and columns. The rest is as in `Slot`."""
-        raise NotImplementedError(_FINISHED)
-
     def write(self, rows: slice, decoded: Decoded) -> None:
         """Copy rows from a quantized checkpoint."""
-        raise NotImplementedError(_FINISHED)
-
-    def fill_randomly(self, generator: torch.Generator) -> None:
-        """Fill with normal random numbers of a standard deviation of DUMMY_STD."""
         raise NotImplementedError(_FINISHED)
 
     def dequantize(self, rows: slice = ALL) -> torch.Tensor:
@@ -138,17 +153,6 @@ class Weight(nn.Module, abc.ABC):
     def finish(self, epilogue: Epilogue) -> Weight:
         """Return the weight in the layout that is fastest for products with this end."""
         return self
-
-
-class StackableWeight(Weight):
-    """A weight that may hold those of all experts of a layer, one after the other."""
-
-    @abc.abstractmethod
-    def stack(self, count: int) -> reference.Stack:
-        """Return views of the weights of so many experts."""
-
-    def arrange_stack(self, count: int) -> None:
-        """Put the weights of so many experts in the order of the kernels, in place."""
 
 
 def parameter(tensor: torch.Tensor) -> nn.Parameter:
