@@ -364,18 +364,18 @@ def experts(
 
 
 def quantize_fp8(x: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return (rows in FP8, fp32 scales `[rows, groups]`) of x `[rows, columns]`.
+    """Return (rows in FP8, fp32 scales `[..., groups]`) of x `[..., columns]`.
 
     The maximum of each group of `size` columns becomes FP8_MAX. None: a row is one group."""
-    rows, columns = x.shape
+    columns = x.shape[-1]
     size = size or columns
     groups = -(-columns // size)
-    x = F.pad(x.float(), (0, groups * size - columns)).view(rows, groups, size)
-    greatest = x.abs().amax(2, keepdim=True).clamp(min=FP8_MIN_GREATEST)
+    x = F.pad(x.float(), (0, groups * size - columns)).unflatten(-1, (groups, size))
+    greatest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_MIN_GREATEST)
     # A tensor: with a Python number, PyTorch's division rounds twice.
     limit = torch.full_like(greatest, FP8_MAX)
-    values = rounded(x * (limit / greatest), FP8).view(rows, groups * size)[:, :columns]
-    return values.contiguous(), (greatest / limit)[:, :, 0]
+    values = rounded(x * (limit / greatest), FP8).flatten(-2)[..., :columns]
+    return values.contiguous(), (greatest / limit)[..., 0]
 
 
 def round_to_fp8(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from toolkit.kernels import reference
-from toolkit.kernels.reference import Routing
+from toolkit.kernels.reference import Routing, Stack
 
 HIDDEN, SIZE = 40, 24
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_routed_experts": 20}
@@ -69,7 +69,8 @@ def computed(module: object, made: nn.Module, routing: Routing, x: Tensor) -> Te
     logits = x @ gate.weight.T
     bias = getattr(gate, "e_score_correction_bias", None)
     ids, weights = module.route(logits, routing, bias)
-    return module.experts(x, ids, weights, experts.gate_up_proj, experts.down_proj, "silu")
+    up, down = Stack(experts.gate_up_proj), Stack(experts.down_proj)
+    return module.experts(x, ids, weights, up, down, "silu")
 
 
 @pytest.mark.parametrize("name", LAYERS)

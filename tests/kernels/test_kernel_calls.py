@@ -84,7 +84,7 @@ def expert_calls(triton, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_layers_of_experts_equal_the_librarys(expert_calls, device, tokens):
     shape = expert_calls.Shape("", hidden=32, experts=6, chosen=2, size=16)
-    layers = [expert_calls.Weights.random(shape, False, device) for _ in range(2)]
+    layers = [expert_calls.Weights.random(shape, "bf16", device) for _ in range(2)]
     calls, how = expert_calls.steps(shape, tokens, layers), Routing(2)
     assert [step.weights for step in calls] == layers
     # Without equal logits, of which the library may choose any.
@@ -106,7 +106,7 @@ def test_work_of_experts_is_counted(expert_calls):
 @pytest.mark.parametrize("tokens", [8, 64, 2048])
 def test_tiles_that_are_tried_differ(expert_calls, device, tokens):
     shape = expert_calls.Shape("", hidden=32, experts=6, chosen=2, size=16)
-    weights = expert_calls.Weights.random(shape, True, device)
+    weights = expert_calls.Weights.random(shape, "fp8", device)
     tried = list(expert_calls.candidates(tokens, 2, weights))
     assert len(set(tried)) == len(tried) > 5
     assert all(tiles.up.tokens == tiles.down.tokens for tiles in tried)
