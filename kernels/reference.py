@@ -370,7 +370,7 @@ def quantize_fp8(x: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
     columns = x.shape[-1]
     size = size or columns
     groups = -(-columns // size)
-    x = F.pad(x.float(), (0, groups * size - columns)).unflatten(-1, (groups, size))
+    x = F.pad(x.float(), (0, groups * size - columns)).reshape(*x.shape[:-1], groups, size)
     greatest = x.abs().amax(-1, keepdim=True).clamp(min=FP8_MIN_GREATEST)
     # A tensor: with a Python number, PyTorch's division rounds twice.
     limit = torch.full_like(greatest, FP8_MAX)
