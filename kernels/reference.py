@@ -318,23 +318,48 @@ def route(
 
 
 class Stack(NamedTuple):
-    """A weight of each expert of a layer, contiguous."""
+    """A weight [rows, columns] of each expert of a layer.
+
+    Contiguous, but for integers: those of all experts are one weight (`triton.grouped_layout`)."""
 
     values: Tensor
-    """[num_experts, rows, columns], of x's type or FP8; int16 [num_experts, steps, rows, 32] of
-    MXFP4 (`mxfp4`)."""
+    """Of x's type or FP8 [num_experts, rows, columns]; int16 [num_experts, steps, rows, 32] of
+    MXFP4 (`mxfp4`); uint16 [num_experts, steps, rows, words of a step] of integers."""
     scale: Tensor | None = None
-    """fp32 [num_experts, rows] of FP8; int32 [num_experts, steps, rows] of MXFP4."""
+    """fp32 [num_experts, rows] of FP8, or [num_experts, blocks of rows, blocks of columns]; int32
+    [num_experts, steps, rows] of MXFP4; [num_experts, groups, rows] of integers."""
     bias: Tensor | None = None  # [num_experts, rows], of x's type
+    offset: Tensor | None = None  # of integers, like their scales
 
     def expert(self, index: int, columns: int) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of one expert in fp32. `columns`: of the weight."""
-        bias = None if self.bias is None else self.bias[index].float()
+        values, bias = self.values[index], None if self.bias is None else self.bias[index].float()
         if self.scale is None:
-            return self.values[index].float(), bias
-        if self.values.dtype == torch.int16:
-            return mxfp4.dequantize(self.values[index], self.scale[index])[:, :columns], bias
-        return self.values[index].float() * self.scale[index, :, None], bias
+            return values.float(), bias
+        scale = self.scale[index]
+        if values.dtype == torch.int16:
+            return mxfp4.dequantize(values, scale)[:, :columns], bias
+        if values.dtype == torch.uint16:
+            offset = None if self.offset is None else self.offset[index]
+            return _integers(values, scale, offset, columns), bias
+        if scale.dim() == 1:
+            return values.float() * scale[:, None], bias
+        rows = scale.repeat_interleave(FP8_BLOCK, 0)
+        return values.float() * rows.repeat_interleave(FP8_BLOCK, 1)[:, :columns], bias
+
+
+def _integers(values: Tensor, scale: Tensor, offset: Tensor | None, columns: int) -> Tensor:
+    """Return fp32 [rows, columns] of uint16 [steps, rows, words] and numbers [groups, rows]."""
+    steps, rows, words = values.shape
+    planes = columns // steps // words
+    bits = 16 // planes
+    wide = values.view(torch.int16).int() & 0xFFFF
+    numbers = torch.stack([wide >> bits * nth & 2**bits - 1 for nth in range(planes)], 2)
+    numbers = numbers.transpose(0, 1).reshape(rows, len(scale), -1).float()
+    scales = scale.T.float()[..., None]
+    if offset is None:
+        return ((numbers - 2 ** (bits - 1)) * scales).flatten(1)
+    return (numbers * scales + offset.T.float()[..., None]).flatten(1)
 
 
 def experts(

@@ -7,14 +7,14 @@ device; programs past the last block return. Results do not depend on the order 
 product of a token and an expert is stored, and a token's are summed in the order of its choices.
 
 FP8 weights are converted in registers and x stays in 16 bits, unless blocks are large: then x is
-quantized too, as in `products.fp8_product`. MXFP4 is always converted.
+quantized too, as in `products.fp8_product`. MXFP4 and integers are always converted.
 
 A pair is a token and one of its experts: `token * num_chosen + choice`. Rows of the gated product
 and of the one after it are in the order of pairs."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,11 +22,13 @@ import triton
 from torch import Tensor
 
 from toolkit.kernels import mxfp4
-from toolkit.kernels.reference import Stack
+from toolkit.kernels.reference import FP8_BLOCK, Stack
 
 from .activation import GATES, check_kind
-from .expert_kernels import down_kernel, sum_kernel, up_kernel, vector_down_kernel, vector_up_kernel
+from .expert_kernels import down_kernel, sum_kernel, up_kernel
+from .expert_vectors import vector_down_kernel, vector_up_kernel
 from .fp8 import FP8, quantize
+from .fp8_matmul import quantize as quantize_blocks
 from .matmul import shared_memory
 from .pdl import supported
 from .routing import Blocks, arrange
@@ -45,7 +47,7 @@ class Tile(NamedTuple):
 
     tokens: int  # most pairs
     rows: int  # of the weight; gate's and up's together
-    columns: int  # per step
+    columns: int  # per step, unless the weight's format has its own steps
     stages: int  # steps in flight, if shared memory allows
     warps: int
 
@@ -67,7 +69,7 @@ class Tiles(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of x. The scale of FP8 is fp32, one per row."""
+    """Rows of x. The scales of FP8 are fp32, one per row or per block of a row."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -75,6 +77,15 @@ class Rows(NamedTuple):
     @property
     def pointers(self) -> tuple[Tensor, Tensor]:
         return self.values, self.values if self.scale is None else self.scale
+
+
+class Format(NamedTuple):
+    """How a weight is stored (`reference.Stack`)."""
+
+    kind: str  # plain, rows (FP8), blocks (FP8), integers, mxfp4
+    columns: int = 0  # of a step of words
+    words: int = 0  # of a row, in a step
+    group: int = 0  # columns with one scale of integers
 
 
 class Gate(NamedTuple):
@@ -123,15 +134,25 @@ def experts(
     return out
 
 
-def is_mxfp4(weight: Stack) -> bool:
-    return weight.values.dtype == torch.int16
+def format_of(weight: Stack, columns: int) -> Format:
+    """Return how a weight with so many columns is stored."""
+    values, scale = weight.values, weight.scale
+    if values.dtype == torch.int16:
+        return Format("mxfp4", mxfp4.STEP, mxfp4.GROUP)
+    if scale is not None and values.dtype == torch.uint16:
+        steps, words = values.shape[1], values.shape[3]
+        return Format("integers", columns // steps, words, columns // scale.shape[1])
+    if scale is None:
+        return Format("plain")
+    return Format("rows" if scale.dim() == 2 else "blocks")
 
 
 def uses_vector(up: Stack, down: Stack) -> bool:
     """Return True if one token is multiplied in registers: FP8 is read in aligned words."""
-    if is_mxfp4(up):
-        return False
-    return up.scale is None or all(one.values.shape[2] % 16 == 0 for one in (up, down))
+    if up.scale is None:
+        return True
+    is_fp8 = up.values.dtype == FP8 and up.scale.dim() == 2
+    return is_fp8 and all(one.values.shape[2] % 16 == 0 for one in (up, down))
 
 
 def best_tiles(num_tokens: int, num_chosen: int, up: Stack, columns: tuple[int, int]) -> Tiles:
@@ -144,8 +165,14 @@ def best_tiles(num_tokens: int, num_chosen: int, up: Stack, columns: tuple[int, 
     else:
         most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
         tokens = min(128, max(16, triton.next_power_of_2(2 * most * num_chosen // len(up.values))))
-    choose = _best_mxfp4_tile if is_mxfp4(up) else partial(_best_tile, up.values.itemsize)
-    return Tiles(*(choose(tokens, count) for count in columns))
+    kind = format_of(up, columns[0]).kind
+    if kind == "mxfp4":
+        tile = _best_mxfp4_tile(tokens)
+    elif kind in ("integers", "blocks"):
+        tile = _best_scaled_tile(tokens)
+    else:
+        return Tiles(*(_best_tile(up.values.itemsize, tokens, count) for count in columns))
+    return Tiles(tile, tile)
 
 
 def _best_tile(itemsize: int, tokens: int, in_features: int) -> Tile:
@@ -159,7 +186,7 @@ def _best_tile(itemsize: int, tokens: int, in_features: int) -> Tile:
     return Tile(tokens, 256, columns, 4, 8)
 
 
-def _best_mxfp4_tile(tokens: int, in_features: int) -> Tile:
+def _best_mxfp4_tile(tokens: int) -> Tile:
     if tokens <= FEW_PAIRS:
         return Tile(tokens, 64, mxfp4.STEP, 4, 4)
     if tokens == 64:
@@ -167,12 +194,20 @@ def _best_mxfp4_tile(tokens: int, in_features: int) -> Tile:
     return Tile(tokens, 256, mxfp4.STEP, 4, 8)
 
 
+def _best_scaled_tile(tokens: int) -> Tile:
+    """Return a tile for sums that are scaled within the loop, which takes as many registers more.
+
+    Not measured yet."""
+    if tokens <= FEW_PAIRS:
+        return Tile(tokens, 64, FP8_BLOCK, 4, 4)
+    return Tile(tokens, 128, FP8_BLOCK, 3, 8)
+
+
 def _check(x: Tensor, chosen: Chosen, up: Stack, down: Stack) -> None:
     num_tokens, hidden = x.shape
     num_experts, rows = len(up.values), up.values.shape[-2]
-    tensors = (x, *chosen, *up, *down)
-    if not all(one.is_contiguous() for one in tensors if one is not None):
-        raise ValueError("x, ids, weights, and the tensors of up and down must be contiguous")
+    if not all(one.is_contiguous() for one in (x, *chosen)):
+        raise ValueError("x, ids and weights must be contiguous")
     shapes = (num_experts, rows, hidden), (num_experts, hidden, rows // 2)
     for name, stack, shape in (("up", up, shapes[0]), ("down", down, shapes[1])):
         _check_stack(name, stack, x.dtype, shape)
@@ -191,15 +226,27 @@ def _check(x: Tensor, chosen: Chosen, up: Stack, down: Stack) -> None:
 def _check_stack(name: str, stack: Stack, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Raise ValueError if a stack is not of this shape, or does not fit x of this type."""
     num_experts, rows, columns = shape
-    values, scale, bias = stack
+    values, scale, bias, offset = stack
+    form = format_of(stack, columns)
     scale_type, scales = torch.float32, shape[:2]
     wanted = dtype if scale is None else FP8
-    if is_mxfp4(stack):
+    if form.kind == "mxfp4":
         steps = mxfp4.num_groups(columns) // mxfp4.GROUPS
         shape, wanted = (num_experts, steps, rows, mxfp4.GROUP), torch.int16
         scale_type, scales = torch.int32, (num_experts, steps, rows)
         if scale is None or dtype == torch.float16:
             raise ValueError("MXFP4 has scales, and needs bf16 or fp32 rows")
+    elif scale is not None and form.kind == "integers":
+        shape, wanted = (num_experts, columns // form.columns, rows, form.words), torch.uint16
+        scale_type, scales = scale.dtype, (num_experts, columns // form.group, rows)
+        if dtype == torch.float32:
+            raise ValueError("integers need bf16 or fp16 rows")
+        if offset is not None and offset.shape != scale.shape:
+            raise ValueError(f"{name} has offsets {list(offset.shape)}, not {list(scale.shape)}")
+    elif form.kind == "blocks":
+        if rows % FP8_BLOCK:
+            raise ValueError(f"{name} has {rows} rows, no multiple of a block of {FP8_BLOCK}")
+        scales = num_experts, rows // FP8_BLOCK, -(-columns // FP8_BLOCK)
     if values.shape != shape or values.dtype != wanted:
         raise ValueError(
             f"{name} must be {wanted} {list(shape)}, not {values.dtype} {list(values.shape)}"
@@ -208,6 +255,11 @@ def _check_stack(name: str, stack: Stack, dtype: torch.dtype, shape: tuple[int, 
         raise ValueError(f"the scales of {name} must be {scale_type} {list(scales)}")
     if bias is not None and (bias.dtype != dtype or bias.shape != (num_experts, rows)):
         raise ValueError(f"the bias of {name} must be {dtype} {[num_experts, rows]}")
+    tensors = [values, scale, offset]
+    if form.kind == "integers":
+        tensors = [one if one is None else one.transpose(0, 1) for one in tensors]
+    if not all(one is None or one.is_contiguous() for one in (*tensors, bias)):
+        raise ValueError(f"the tensors of {name} must be contiguous")
 
 
 def _run_vector(x: Tensor, chosen: Chosen, up: Stack, down: Stack, gate: Gate, out: Tensor) -> None:
@@ -218,9 +270,12 @@ def _run_vector(x: Tensor, chosen: Chosen, up: Stack, down: Stack, gate: Gate, o
     choices = triton.next_power_of_2(num_chosen)
     inner = torch.empty((num_chosen, size), dtype=x.dtype, device=x.device)
     pdl = supported(x.device)
+    of_up, of_down = (
+        (values, scale, bias) for values, scale, _, bias in (_pointers(up), _pointers(down))
+    )
     vector_up_kernel[(-(-size // rows), num_chosen)](
         x,
-        *_pointers(up),
+        *of_up,
         chosen.ids,
         inner,
         size,
@@ -237,7 +292,7 @@ def _run_vector(x: Tensor, chosen: Chosen, up: Stack, down: Stack, gate: Gate, o
     )
     vector_down_kernel[(-(-hidden // rows),)](
         inner,
-        *_pointers(down),
+        *of_down,
         *chosen,
         out,
         hidden,
@@ -268,16 +323,17 @@ def _run_tiles(
     (num_tokens, num_chosen), num_experts = ids.shape, len(up.values)
     hidden, size = x.shape[1], up.values.shape[-2] // 2
     is_few = tiles.hold(num_tokens)
-    is_quantized = up.values.dtype == FP8 and tiles.quantizes_x
+    quantizes = quantizer(up) if tiles.quantizes_x else None
     blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)
     inner = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     pdl = supported(x.device)
     grid, place = _places(blocks, ids, num_experts, -(-2 * size // tiles.up.rows))
-    rows = Rows(*quantize(x)) if is_quantized else Rows(x)
+    rows = Rows(x) if quantizes is None else Rows(*quantizes(x))
     up_kernel[grid](
         *rows.pointers,
         *_pointers(up),
+        *_strides(up, hidden),
         *place,
         inner,
         size,
@@ -290,19 +346,18 @@ def _run_tiles(
         num_warps=tiles.up.warps,
     )
     grid, place = _places(blocks, ids, num_experts, -(-hidden // tiles.down.rows))
-    rows = Rows(*quantize(inner)) if is_quantized else Rows(inner)
-    line = 128 // down.values.itemsize  # elements of 128 bytes
+    rows = Rows(inner) if quantizes is None else Rows(*quantizes(inner))
     down_kernel[grid](
         *rows.pointers,
         *_pointers(down),
+        *_strides(down, size),
         *place,
         chosen.weights,
         parts,
         hidden,
         size,
         **_constants(tiles.down, rows, down, size, num_chosen, is_few),
-        FETCHED=max(2 * tiles.down.columns, line) if pdl else 0,
-        LINE=line,
+        **_fetched(tiles.down, down, pdl),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=tiles.down.warps,
@@ -321,9 +376,32 @@ def _run_tiles(
     )
 
 
-def _pointers(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
-    values, scale, bias = stack
-    return values, values if scale is None else scale, values if bias is None else bias
+def quantizer(weight: Stack) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    """Return the function that quantizes x for large blocks of tokens. None: x stays as it is."""
+    if weight.values.dtype != FP8 or weight.scale is None:
+        return None
+    return quantize if weight.scale.dim() == 2 else quantize_blocks
+
+
+def _pointers(stack: Stack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return values, scales, offsets and biases. Others take the place of those that lack."""
+    values, scale, bias, offset = stack
+    return values, *(values if one is None else one for one in (scale, offset, bias))
+
+
+def _strides(stack: Stack, columns: int) -> tuple[int, int]:
+    """Return (rows from an expert to the next one, from a row's step to the next one)."""
+    values, words = stack.values, format_of(stack, columns).words
+    if not words:
+        return values.shape[1], 0
+    return values.stride(0) // words, values.stride(1) // words
+
+
+def _fetched(tile: Tile, weight: Stack, pdl: bool) -> dict[str, int]:
+    """Return the constexpr arguments for what a program reads early of each of its rows."""
+    line = 128 // weight.values.itemsize  # elements of 128 bytes
+    lines = 4 if weight.values.dim() == 4 else max(1, 2 * tile.columns // line)
+    return {"FETCHED": lines if pdl else 0, "LINE": line}
 
 
 def _places(
@@ -341,22 +419,25 @@ def _places(
 
 def _constants(
     tile: Tile, x: Rows, weight: Stack, in_features: int, num_chosen: int, is_few: bool
-) -> dict[str, int | bool]:
+) -> dict[str, int | bool | str]:
     """Return the constexpr arguments that the kernels of both products have."""
-    values = weight.values
-    units = tile.columns // (4 if is_mxfp4(weight) else 1)
-    step = tile.columns * tile.tokens * x.values.itemsize + units * tile.rows * values.itemsize
+    values, form = weight.values, format_of(weight, in_features)
+    columns = form.columns or tile.columns
+    numbers = form.words or columns
+    step = columns * tile.tokens * x.values.itemsize + numbers * tile.rows * values.itemsize
     return {
         "CHOSEN": num_chosen,
         "CHOICES": triton.next_power_of_2(num_chosen),
         "FEW": is_few,
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
+        "COLUMNS": columns,
         "STAGES": max(1, min(tile.stages, shared_memory(values.device) // step)),
-        "EVEN": in_features % tile.columns == 0,
-        "SCALED": values.dtype == FP8,
+        "EVEN": in_features % columns == 0,
+        "FORMAT": form.kind,
+        "WORDS": form.words,
+        "GROUP": form.group,
+        "SHIFTED": weight.offset is not None,
         "QUANTIZED": x.scale is not None,
-        "MXFP4": is_mxfp4(weight),
         "BIASED": weight.bias is not None,
     }

@@ -228,7 +228,7 @@ def _few_tokens_tile(num_tokens: int, num_rows: int, is_wide: bool, is_long: boo
 
 
 @triton.jit
-def _unpack_int4(words, DTYPE: tl.constexpr):
+def unpack_int4(words, DTYPE: tl.constexpr):
     """Return the four numbers of 4 bits of each word, lowest bits first, less 8, in 16 bits.
 
     A number in the last digits of 128 (bf16) or 1024 (fp16) adds itself to it."""
@@ -288,7 +288,7 @@ def _unpack_int4(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _unpack_int8(words, DTYPE: tl.constexpr):
+def unpack_int8(words, DTYPE: tl.constexpr):
     """Return the two numbers of 8 bits of each word, lowest bits first, less 128, in 16 bits.
 
     Exact, in bf16 too. The compiler's conversion of integers has a quarter of the rate."""
@@ -518,9 +518,9 @@ def _grouped_kernel(
         at = tl.cast(start // COLUMNS, tl.int64) * step_stride
         words = load_once(values + at, inside, EVEN)
         if PLANES == 4:
-            planes = _unpack_int4(words, DTYPE)
+            planes = unpack_int4(words, DTYPE)
         else:
-            planes = _unpack_int8(words, DTYPE)
+            planes = unpack_int8(words, DTYPE)
         # The scales of the next step come from the L2 cache while this one is multiplied.
         after = start + (PARTS + part) * COLUMNS < end
         scales += PARTS * GROUPS * group_stride

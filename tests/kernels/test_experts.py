@@ -13,11 +13,13 @@ from torch import Tensor
 from tests.combinations import pairwise
 from toolkit.kernels import mxfp4, reference
 from toolkit.kernels.reference import Stack
+from toolkit.kernels.steps import group_and_step
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # relative, in norm
 QUANTIZED_TOLERANCE = 0.06  # e4m3 has three digits after the leading one
+KINDS = ["", "fp8", "fp8 blocks", "mxfp4", "int4", "int4 with offsets", "int8"]
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -52,7 +54,7 @@ class Case:
     chosen: int
     activation: str = "silu"
     dtype: torch.dtype = torch.float32
-    kind: str = ""  # of the weights: "", fp8 or mxfp4
+    kind: str = ""  # of the weights: of KINDS
     has_bias: bool = False
     is_interleaved: bool = False
 
@@ -73,14 +75,18 @@ def make(case: Case, device: torch.device, ids: Tensor | None = None) -> dict[st
     stacks = {}
     for name, weight in (("up", up), ("down", down)):
         bias = torch.randn(weight.shape[:2]).to(case.dtype) if case.has_bias else None
-        values, scale = weight.to(case.dtype), None
+        values, scale, offset = weight.to(case.dtype), None, None
         if case.kind == "fp8":
             weight *= torch.exp2(torch.linspace(-3, 3, weight.shape[1]))[:, None]
             values, scale = reference.quantize_fp8(weight)
             scale = scale[..., 0].contiguous()
+        elif case.kind == "fp8 blocks":
+            values, scale = random_blocks_of_fp8(weight)
         elif case.kind == "mxfp4":
             values, scale = random_mxfp4(weight.shape)
-        moved = (None if one is None else one.to(device) for one in (values, scale, bias))
+        elif case.kind:
+            values, scale, offset = random_integers(weight.shape, case)
+        moved = (None if one is None else one.to(device) for one in (values, scale, bias, offset))
         stacks[name] = Stack(*moved)
     return stacks | {
         "x": torch.randn(case.tokens, case.hidden).to(device, case.dtype),
@@ -89,6 +95,24 @@ def make(case: Case, device: torch.device, ids: Tensor | None = None) -> dict[st
         "activation": case.activation,
         "interleaved": case.is_interleaved,
     }
+
+
+def random_blocks_of_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    count, rows, columns = weight.shape
+    scale = torch.exp2(torch.randn(count, rows // 128, -(-columns // 128)))
+    return (weight * 50).to(reference.FP8), scale / 50
+
+
+def random_integers(shape: torch.Size, case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return words of all experts as one weight, seen by expert, with scales and offsets."""
+    count, rows, columns = shape
+    bits, has_offsets = int(case.kind[3]), "offsets" in case.kind
+    group, step = group_and_step(bits, columns, 128)
+    words = torch.randint(-(2**15), 2**15, (columns // step, count, rows, step * bits // 16))
+    numbers = torch.rand(2, columns // group, count, rows) + 0.5
+    scale = (numbers[0] / 2**bits / columns**0.5).half().transpose(0, 1)
+    offset = -(numbers[1] / 2 / columns**0.5).transpose(0, 1) if has_offsets else None
+    return words.short().view(torch.uint16).transpose(0, 1), scale, offset
 
 
 def random_mxfp4(shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -122,13 +146,35 @@ def rounded(row: Tensor) -> Tensor:
 
 def wide(stack: Stack, columns: int) -> tuple[Tensor, Tensor]:
     """Return (weight, bias or zeros) in fp64."""
-    values, scale, bias = stack
+    values, scale, bias, offset = stack
     if values.dtype == torch.int16:
         weight = torch.stack([mxfp4.dequantize(*one) for one in zip(values, scale, strict=True)])
         weight = weight[..., :columns].double()
+    elif values.dtype == torch.uint16:
+        weight = wide_integers(values, scale, offset, columns)
+    elif scale is not None and scale.dim() == 3:
+        column, row = torch.arange(columns) // 128, torch.arange(values.shape[1]) // 128
+        weight = values.double() * scale.double()[:, row][..., column]
     else:
         weight = values.double() * (1 if scale is None else scale[..., None].double())
     return weight, weight.new_zeros(weight.shape[:2]) if bias is None else bias.double()
+
+
+def wide_integers(values: Tensor, scale: Tensor, offset: Tensor | None, columns: int) -> Tensor:
+    """Return the weight of integers in fp64, one column of it after the other."""
+    count, steps, rows, words = values.shape
+    step, group = columns // steps, columns // scale.shape[1]
+    bits = 16 * words // step
+    weight = torch.empty(count, rows, columns, dtype=torch.float64)
+    for column in range(columns):
+        word = values[:, column // step, :, column % step % words].long()
+        number = (word >> column % step // words * bits) % 2**bits
+        if offset is None:
+            weight[..., column] = scale[:, column // group].double() * (number - 2 ** (bits - 1))
+        else:
+            part = scale[:, column // group].double() * number
+            weight[..., column] = part + offset[:, column // group].double()
+    return weight
 
 
 def by_token(call: dict[str, object], is_quantized: bool = False) -> Tensor:
@@ -179,9 +225,10 @@ def tiles(kernels, tokens: int, rows: int = 32, columns: int = 32) -> object:
 # The reference
 
 
-@pytest.mark.parametrize("kind", ["", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_reference_equals_a_loop_over_tokens(kind):
-    call = make(Case(7, 20, 12, 5, 2, "gelu_tanh", kind=kind), torch.device("cpu"))
+    hidden, size = (384, 128) if kind[3:] else (20, 12)
+    call = make(Case(7, hidden, size, 5, 2, "gelu_tanh", kind=kind), torch.device("cpu"))
     call["ids"][3] = -1
     call["ids"][4, 0] = -1
     assert_close(reference.experts(**call), by_token(call))
@@ -215,6 +262,26 @@ def test_sizes_and_types(kernels, device, dtype, sizes, tokens, kind, end):
         pytest.skip("on a GPU, FP8 weights need 16-bit activations (toolkit.weights.fp8)")
     if kind == "mxfp4" and dtype == torch.float16:
         pytest.skip("MXFP4 needs bf16 or fp32")
+    has_bias, is_interleaved = end != "silu", end == "interleaved"
+    activation = "silu" if end == "silu" else "clamped_swiglu"
+    case = Case(tokens, *sizes, activation, dtype, kind, has_bias, is_interleaved)
+    check(kernels, make(case, device))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "tokens", "dtype", "end"),
+    pairwise(
+        ["fp8 blocks", "int4", "int4 with offsets", "int8"],
+        [(128, 128, 8, 2), (384, 128, 5, 3), (256, 192, 3, 1), (64, 64, 4, 2)],
+        [1, 7, 16, 33, 150],
+        [torch.float16, torch.bfloat16],
+        ["silu", "clamped_swiglu", "interleaved"],
+    ),
+    ids=str,
+)
+def test_scales_of_groups_and_blocks(kernels, device, kind, sizes, tokens, dtype, end):
+    if kind == "fp8 blocks" and (sizes[0] % 128 or 2 * sizes[1] % 128):
+        pytest.skip("rows of blocks")
     has_bias, is_interleaved = end != "silu", end == "interleaved"
     activation = "silu" if end == "silu" else "clamped_swiglu"
     case = Case(tokens, *sizes, activation, dtype, kind, has_bias, is_interleaved)
@@ -410,7 +477,7 @@ def make_real(case: Case, device: torch.device) -> dict[str, object]:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("kind", ["", "fp8", "mxfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", REAL, ids=str)
 def test_experts_of_real_sizes(kernels, device, case, kind):
     """A second call has the same bits, although programs run in another order."""
@@ -426,7 +493,7 @@ def test_experts_of_real_sizes(kernels, device, case, kind):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("kind", ["", "fp8", "mxfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", SIZES)
 def test_layers_do_not_depend_on_early_launches(kernels, device, monkeypatch, tokens, kind):
     """In a graph, kernels that are launched early read nothing before it is written."""
