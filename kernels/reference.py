@@ -323,7 +323,7 @@ class Stack(NamedTuple):
     Contiguous, but for integers: those of all experts are one weight (`triton.grouped_layout`)."""
 
     values: Tensor
-    """Of x's type or FP8 [num_experts, rows, columns]; int16 [num_experts, steps, rows, 32] of
+    """[num_experts, rows, columns], of x's type or FP8; int16 [num_experts, steps, rows, 32] of
     MXFP4 (`mxfp4`); uint16 [num_experts, steps, rows, words of a step] of integers."""
     scale: Tensor | None = None
     """fp32 [num_experts, rows] of FP8, or [num_experts, blocks of rows, blocks of columns]; int32
@@ -357,9 +357,9 @@ def _integers(values: Tensor, scale: Tensor, offset: Tensor | None, columns: int
     numbers = torch.stack([wide >> bits * nth & 2**bits - 1 for nth in range(planes)], 2)
     numbers = numbers.transpose(0, 1).reshape(rows, len(scale), -1).float()
     scales = scale.T.float()[..., None]
-    if offset is None:
-        return ((numbers - 2 ** (bits - 1)) * scales).flatten(1)
-    return (numbers * scales + offset.T.float()[..., None]).flatten(1)
+    shift = -(2 ** (bits - 1)) * scales if offset is None else offset.T.float()[..., None]
+    weight: Tensor = numbers * scales + shift
+    return weight.flatten(1)
 
 
 def experts(

@@ -14,7 +14,6 @@ and of the one after it are in the order of pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -80,10 +79,10 @@ class Rows(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How a weight is stored (`reference.Stack`)."""
+    """The form of a stored weight (`reference.Stack`)."""
 
     kind: str  # plain, rows (FP8), blocks (FP8), integers, mxfp4
-    columns: int = 0  # of a step of words
+    columns: int = 0  # of a step, if it is given
     words: int = 0  # of a row, in a step
     group: int = 0  # columns with one scale of integers
 
@@ -129,7 +128,7 @@ def experts(
     if len(x) == 1 and tiles is None and uses_vector(up, down):
         _run_vector(x, chosen, up, down, gate, out)
     elif len(x):
-        tiles = tiles or best_tiles(len(x), ids.shape[1], up, (x.shape[1], size))
+        tiles = tiles or best_tiles(len(x), ids.shape[1], (up, down), (x.shape[1], size))
         _run_tiles(x, chosen, up, down, gate, out, tiles)
     return out
 
@@ -144,41 +143,46 @@ def format_of(weight: Stack, columns: int) -> Format:
         return Format("integers", columns // steps, words, columns // scale.shape[1])
     if scale is None:
         return Format("plain")
-    return Format("rows" if scale.dim() == 2 else "blocks")
+    return Format("rows") if scale.dim() == 2 else Format("blocks", FP8_BLOCK)
 
 
 def uses_vector(up: Stack, down: Stack) -> bool:
     """Return True if one token is multiplied in registers: FP8 is read in aligned words."""
-    if up.scale is None:
+    if up.values.dtype != down.values.dtype:
+        return False
+    if up.scale is None or down.scale is None:
         return True
-    is_fp8 = up.values.dtype == FP8 and up.scale.dim() == 2
+    is_fp8 = up.values.dtype == FP8 and up.scale.dim() == down.scale.dim() == 2
     return is_fp8 and all(one.values.shape[2] % 16 == 0 for one in (up, down))
 
 
-def best_tiles(num_tokens: int, num_chosen: int, up: Stack, columns: tuple[int, int]) -> Tiles:
+def best_tiles(
+    num_tokens: int, num_chosen: int, stacks: tuple[Stack, Stack], columns: tuple[int, int]
+) -> Tiles:
     """Return tiles for a number of tokens, the same within each of ROW_CLASSES.
 
-    columns: of up and of down. Blocks have room for twice the mean number of an expert's pairs, so
-    that most experts have one block and their weights are read once."""
+    stacks, columns: of up and of down. Blocks have room for twice the mean number of an expert's
+    pairs, so that most experts have one block and their weights are read once."""
     if num_tokens <= FEW_TOKENS:
         tokens = 8 if num_tokens <= 8 else 16
     else:
         most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
-        tokens = min(128, max(16, triton.next_power_of_2(2 * most * num_chosen // len(up.values))))
-    kind = format_of(up, columns[0]).kind
+        mean = most * num_chosen // len(stacks[0].values)
+        # More sums of integers, which are scaled in a second set of registers, have no room.
+        largest = 64 if any(one.values.dtype == torch.uint16 for one in stacks) else 128
+        tokens = min(largest, max(16, triton.next_power_of_2(2 * mean)))
+    return Tiles(*(_best_tile(*both, tokens) for both in zip(stacks, columns, strict=True)))
+
+
+def _best_tile(weight: Stack, in_features: int, tokens: int) -> Tile:
+    kind = format_of(weight, in_features).kind
     if kind == "mxfp4":
-        tile = _best_mxfp4_tile(tokens)
-    elif kind in ("integers", "blocks"):
-        tile = _best_scaled_tile(tokens)
-    else:
-        return Tiles(*(_best_tile(up.values.itemsize, tokens, count) for count in columns))
-    return Tiles(tile, tile)
-
-
-def _best_tile(itemsize: int, tokens: int, in_features: int) -> Tile:
+        return _best_mxfp4_tile(tokens)
+    if kind in ("integers", "blocks"):
+        return _best_scaled_tile(tokens)
     if tokens <= FEW_PAIRS:
         return Tile(tokens, 64, 128, 4, 4)
-    columns = 128 // itemsize
+    columns = 128 // weight.values.itemsize
     if tokens == 64:
         return Tile(tokens, 128, columns, 4, 4)
     if in_features < LONG:  # two programs of a multiprocessor hide each other's begin and end
@@ -195,9 +199,7 @@ def _best_mxfp4_tile(tokens: int) -> Tile:
 
 
 def _best_scaled_tile(tokens: int) -> Tile:
-    """Return a tile for sums that are scaled within the loop, which takes as many registers more.
-
-    Not measured yet."""
+    """Return a tile for sums that are scaled within the loop. Chosen by registers, not measured."""
     if tokens <= FEW_PAIRS:
         return Tile(tokens, 64, FP8_BLOCK, 4, 4)
     return Tile(tokens, 128, FP8_BLOCK, 3, 8)
@@ -219,8 +221,6 @@ def _check(x: Tensor, chosen: Chosen, up: Stack, down: Stack) -> None:
         )
     if len(ids) != num_tokens:
         raise ValueError(f"ids of {len(ids)} tokens are not those of {num_tokens} rows")
-    if up.values.dtype != down.values.dtype:
-        raise ValueError(f"up is {up.values.dtype}, and down {down.values.dtype}")
 
 
 def _check_stack(name: str, stack: Stack, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -323,13 +323,12 @@ def _run_tiles(
     (num_tokens, num_chosen), num_experts = ids.shape, len(up.values)
     hidden, size = x.shape[1], up.values.shape[-2] // 2
     is_few = tiles.hold(num_tokens)
-    quantizes = quantizer(up) if tiles.quantizes_x else None
     blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)
     inner = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     pdl = supported(x.device)
     grid, place = _places(blocks, ids, num_experts, -(-2 * size // tiles.up.rows))
-    rows = Rows(x) if quantizes is None else Rows(*quantizes(x))
+    rows = _rows(x, up, tiles)
     up_kernel[grid](
         *rows.pointers,
         *_pointers(up),
@@ -346,7 +345,7 @@ def _run_tiles(
         num_warps=tiles.up.warps,
     )
     grid, place = _places(blocks, ids, num_experts, -(-hidden // tiles.down.rows))
-    rows = Rows(inner) if quantizes is None else Rows(*quantizes(inner))
+    rows = _rows(inner, down, tiles)
     down_kernel[grid](
         *rows.pointers,
         *_pointers(down),
@@ -376,17 +375,17 @@ def _run_tiles(
     )
 
 
-def quantizer(weight: Stack) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-    """Return the function that quantizes x for large blocks of tokens. None: x stays as it is."""
-    if weight.values.dtype != FP8 or weight.scale is None:
-        return None
-    return quantize if weight.scale.dim() == 2 else quantize_blocks
+def _rows(x: Tensor, weight: Stack, tiles: Tiles) -> Rows:
+    """Return rows of x as the weight's kernel takes them."""
+    if weight.values.dtype != FP8 or weight.scale is None or not tiles.quantizes_x:
+        return Rows(x)
+    return Rows(*(quantize(x) if weight.scale.dim() == 2 else quantize_blocks(x)))
 
 
 def _pointers(stack: Stack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return values, scales, offsets and biases. Others take the place of those that lack."""
-    values, scale, bias, offset = stack
-    return values, *(values if one is None else one for one in (scale, offset, bias))
+    values, scale, bias, offset = (stack.values if one is None else one for one in stack)
+    return values, scale, offset, bias
 
 
 def _strides(stack: Stack, columns: int) -> tuple[int, int]:

@@ -103,10 +103,13 @@ def test_work_of_experts_is_counted(expert_calls):
     assert shape.flops(5) == 5 * 2 * 2 * shape.elements
 
 
-@pytest.mark.parametrize("tokens", [8, 64, 2048])
-def test_tiles_that_are_tried_differ(expert_calls, device, tokens):
-    shape = expert_calls.Shape("", hidden=32, experts=6, chosen=2, size=16)
-    weights = expert_calls.Weights.random(shape, "fp8", device)
+@pytest.mark.parametrize(
+    ("tokens", "kind"), [(8, "fp8"), (64, "int4"), (64, "fp8-blocks"), (2048, "fp8")]
+)
+def test_tiles_that_are_tried_differ(expert_calls, device, tokens, kind):
+    sizes = (32, 16) if kind == "fp8" else (128, 64)
+    shape = expert_calls.Shape("", hidden=sizes[0], experts=6, chosen=2, size=sizes[1])
+    weights = expert_calls.Weights.random(shape, kind, device)
     tried = list(expert_calls.candidates(tokens, 2, weights))
     assert len(set(tried)) == len(tried) > 5
     assert all(tiles.up.tokens == tiles.down.tokens for tiles in tried)

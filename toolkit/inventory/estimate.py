@@ -24,7 +24,14 @@ from toolkit.models.model_config import resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
 from toolkit.weights.formats import Packings
-from toolkit.weights.layout import DENSE, MXFP4_AS_INTEGERS, Kind, Layout, while_loading
+from toolkit.weights.layout import (
+    DENSE,
+    MXFP4_AS_INTEGERS,
+    Kind,
+    Layout,
+    of_experts,
+    while_loading,
+)
 
 RANK_BLOCK = 16  # ranks of adapters are padded to a multiple of this on a GPU
 CPU_RUNTIME = 400 * 2**20
@@ -296,6 +303,9 @@ def _tensor_bytes(
             found = packing.layout
             if device.kind != "cuda" and found.kind in (Kind.FP8, Kind.MXFP4):
                 return DENSE if found.kind is Kind.FP8 else MXFP4_AS_INTEGERS
+            if device.kind == "cuda" and parameter.kind == "expert":
+                rows = (parameter.size // columns,)
+                return of_experts({found}, rows, columns, in_float32=dtype == "float32")
             return found
         if quantization and parameter.kind in ("linear", "expert"):
             return while_loading(quantization, columns)

@@ -20,17 +20,15 @@ from toolkit.distributed import (
     parallel,
     splits_experts,
 )
-from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.reference import Routing
 from toolkit.kernels.table import Kernels, kernels_for
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
-from toolkit.weights.layout import DENSE, MXFP4
-from toolkit.weights.mxfp4 import MXFP4Weight
-from toolkit.weights.quantization import find_packing, new_weight, unquantized
-from toolkit.weights.slots import JoinedSlot, Slot, Slots, StackedSlot, joined_slot
+from toolkit.weights.collected import packed_slots
+from toolkit.weights.quantization import find_packing, new_stack, unquantized
+from toolkit.weights.slots import UNREAD, JoinedSlot, Slot, Slots, StackedSlot, joined_slot
 from toolkit.weights.source import Source
-from toolkit.weights.weight import StackableWeight, Stored, parameter
+from toolkit.weights.weight import StackableWeight, Weight, parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +89,11 @@ class Experts(nn.Module, abc.ABC):
         """`size`: features of an expert, on all ranks; `own`: the experts of this rank."""
         super().__init__()
         self.hidden, self.size, self.experts, self.own = hidden, size, experts, own
+        self._packings = {
+            source.name: find_packing(source.name)
+            for one in experts
+            for source in (one.gate, one.up, one.down)
+        }
 
     @abc.abstractmethod
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -100,12 +103,16 @@ class Experts(nn.Module, abc.ABC):
         """Return slots that read nothing, for the experts of other ranks."""
         inner, outer = (self.size, self.hidden), (self.hidden, self.size)
         elsewhere = self.experts[: self.own.begin], self.experts[self.own.begin + self.own.count :]
-        return {
-            f"{source.name}.weight": JoinedSlot(shape, ())
-            for one in chain(*elsewhere)
-            for source, shape in ((one.gate, inner), (one.up, inner), (one.down, outer))
-            if source.stack is None
-        }
+        slots: dict[str, Slot | JoinedSlot] = {}
+        for one in chain(*elsewhere):
+            for source, shape in ((one.gate, inner), (one.up, inner), (one.down, outer)):
+                packing = self._packings[source.name]
+                if source.stack is None and packing is None:
+                    slots[source.tensor("weight")] = JoinedSlot(shape, ())
+                elif source.stack is None and packing is not None:
+                    kinds = packing.parts(*map(full_shard, shape))
+                    slots |= dict.fromkeys(map(source.tensor, kinds), UNREAD)
+        return slots
 
 
 class GatedProduct(nn.Module):
@@ -186,7 +193,10 @@ class StackedExperts(Experts):
         super().__init__(hidden, size.total, experts, own)
         self._activation, self._kernels, self._features = activation, kernels, size
         self._is_interleaved = all(one.gate.is_every_second_row for one in experts)
-        self.up, self.down = self._weight(2 * size.count, hidden), self._weight(hidden, size.count)
+        both = [self._packings[part.name] for one in experts for part in (one.gate, one.up)]
+        down = [self._packings[one.down.name] for one in experts]
+        self.up = new_stack(own.count, (size.count, size.count), hidden, both)
+        self.down = new_stack(own.count, (hidden,), size.count, down)
         self.up_bias = self.down_bias = None
         if bias:
             self.up_bias, self.down_bias = (
@@ -196,24 +206,6 @@ class StackedExperts(Experts):
         adds_bias = size.is_full or current_group().rank == 0
         self._up = self.up.stack(own.count)._replace(bias=self.up_bias)
         self._down = self.down.stack(own.count)._replace(bias=self.down_bias if adds_bias else None)
-
-    def _weight(self, rows: int, columns: int) -> StackableWeight:
-        """Return a weight with so many rows of each expert. Raises ConfigError for other kinds."""
-        packings = {find_packing(one.gate.name) for one in self.experts}
-        rows *= self.own.count
-        layouts = {DENSE if packing is None else packing.layout for packing in packings}
-        weight: Stored | None = None
-        if packings == {None}:
-            weight = new_weight(rows, columns)
-        elif layouts == {MXFP4}:
-            weight = MXFP4Weight(rows, columns)
-        if isinstance(weight, StackableWeight):
-            return weight
-        raise ConfigError(
-            "Models with experts run on GPUs in bfloat16, float16, float32, FP8 (--quantization "
-            "fp8) and, from checkpoints, MXFP4, "
-            f"{'not in other quantizations' if packings == {None} else 'not from other ones'}."
-        )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if not self.own.is_full:
@@ -245,7 +237,7 @@ class StackedExperts(Experts):
         gate, down = 2 * index * size.count, index * hidden.count
         if self._is_interleaved:  # as in the checkpoint
             both = Shard(2 * size.total, 2 * size.begin, 2 * size.count)
-            yield one.gate, _slots(one.gate, self.up, self.up_bias, gate, (both, hidden))
+            yield one.gate, self._slots(one.gate, self.up, self.up_bias, gate, (both, hidden))
         else:
             for nth, source in enumerate((one.gate, one.up)):
                 rows = size
@@ -253,21 +245,24 @@ class StackedExperts(Experts):
                     first = source.order.rows[0] + size.begin
                     rows = Shard(source.order.total, first, size.count)
                 first = gate + nth * size.count
-                yield source, _slots(source, self.up, self.up_bias, first, (rows, hidden))
-        yield one.down, _slots(one.down, self.down, self.down_bias, down, (hidden, size))
+                yield source, self._slots(source, self.up, self.up_bias, first, (rows, hidden))
+        yield one.down, self._slots(one.down, self.down, self.down_bias, down, (hidden, size))
 
-
-def _slots(
-    source: Source,
-    weight: StackableWeight,
-    bias: nn.Parameter | None,
-    first: int,
-    shards: tuple[Shard, Shard],
-) -> dict[str, Slot | JoinedSlot]:
-    """Return the slots of a projection, whose first row in a stack is `first`."""
-    rows = slice(first, first + shards[0].count)
-    slots: dict[str, Slot | JoinedSlot] = {}
-    slots |= weight.part_slots(rows, shards, transpose=source.transpose)
-    if bias is not None:
-        slots["bias"] = Slot(bias.view(-1)[rows], shards=shards[:1])
-    return slots
+    def _slots(
+        self,
+        source: Source,
+        weight: StackableWeight,
+        bias: nn.Parameter | None,
+        first: int,
+        shards: tuple[Shard, Shard],
+    ) -> dict[str, Slot | JoinedSlot]:
+        """Return the slots of a projection, whose first row in a stack is `first`."""
+        rows, packing = slice(first, first + shards[0].count), self._packings[source.name]
+        slots: dict[str, Slot | JoinedSlot] = {}
+        if packing is None or not isinstance(weight, Weight):
+            slots |= weight.part_slots(rows, shards, transpose=source.transpose)
+        else:
+            slots |= packed_slots(weight, source.name, packing, rows, shards)
+        if bias is not None:
+            slots["bias"] = Slot(bias.view(-1)[rows], shards=shards[:1])
+        return slots

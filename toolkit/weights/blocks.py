@@ -11,7 +11,7 @@ from toolkit.kernels.reference import FP8_BLOCK
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
 from toolkit.kernels.table import kernels_for
 from toolkit.weights.groups import Blocks, Decoded
-from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
+from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, Weight, parameter
 
 if TYPE_CHECKING:
     from toolkit.weights.weight import Rows
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BLOCK = FP8_BLOCK, FP8_BLOCK
 
 
-class BlockWeight(Weight):
+class BlockWeight(Weight, StackableWeight):
     """A weight in the layout of `Blocks`, which PyTorch expands in float32."""
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -49,6 +49,10 @@ class BlockWeight(Weight):
         rows = reference.round_to_fp8(x) if kernels_are_off() and rounds_inputs() else x
         y = reference.linear_scaled(rows, self.values, self.scales, bias, activation, gated)
         return y.to(dtype or x.dtype)
+
+    def stack(self, count: int) -> reference.Stack:
+        values, scales = (one.view(count, -1, one.shape[1]) for one in (self.values, self.scales))
+        return reference.Stack(values, scales)
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         # Not every device copies FP8 by index.

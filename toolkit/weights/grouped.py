@@ -14,7 +14,7 @@ from toolkit.kernels.table import kernels_for
 from toolkit.weights.groups import Decoded, Groups, quantize
 from toolkit.weights.layout import Layout
 from toolkit.weights.slots import QuantizedSlot, Slot
-from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
+from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, Weight, parameter
 
 if TYPE_CHECKING:
     from toolkit.kernels.table import Kernels
@@ -58,7 +58,7 @@ def _warn_of(layout: str, columns: int) -> None:
     )
 
 
-class GroupedWeight(Weight):
+class GroupedWeight(Weight, StackableWeight):
     """A weight in the layout of `Groups`, arranged for the kernels."""
 
     adds_deltas = True
@@ -87,6 +87,16 @@ class GroupedWeight(Weight):
             assert isinstance(x, torch.Tensor), "see fuses_norm"
             x = x.index_select(1, self.order)
         return self._kernels.grouped_product(x, self.grouped, bias, activation, gated, out, factors)
+
+    def stack(self, count: int) -> reference.Stack:
+        assert self.order is None, "see quantization.new_stack"
+
+        def by_expert(numbers: torch.Tensor) -> torch.Tensor:
+            parts = numbers.view(len(numbers), count, -1, *numbers.shape[2:])
+            return parts.transpose(0, 1)
+
+        offset = None if self.offsets is None else by_expert(self.offsets)
+        return reference.Stack(by_expert(self.values), by_expert(self.scales), offset=offset)
 
     def fuses_norm(self, num_tokens: int) -> bool:
         if self.order is not None or self.dtype != torch.bfloat16:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -64,6 +65,24 @@ class Layout:
 
 
 DENSE = Layout()
+
+
+def of_experts(
+    layouts: Collection[Layout], rows: Iterable[int], columns: int, *, in_float32: bool
+) -> Layout:
+    """Return the one layout of a projection of all experts of a layer on a GPU.
+
+    rows: of each part of the projection; columns: of a rank; in_float32: the model. Dense: there is
+    no kernel for what the checkpoint has."""
+    layout = next(iter(layouts)) if len(layouts) == 1 else DENSE
+    if in_float32 and layout.kind is not Kind.MXFP4:
+        return DENSE
+    if layout.has_order or any(part % layout.block_rows for part in rows):
+        return DENSE
+    has_kernel = layout.kind is not Kind.INTEGERS or layout.stored_group(columns) is not None
+    return layout if has_kernel else DENSE
+
+
 MXFP4 = Layout(Kind.MXFP4, 4, 32)
 MXFP4_AS_INTEGERS = Layout(Kind.INTEGERS, 8, 32, scale_type="bfloat16")
 """MXFP4 where there are no kernels for it: twice its numbers are integers."""

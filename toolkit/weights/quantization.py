@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.distributed import Shard, full_shard
+from toolkit.errors import ConfigError
 from toolkit.kernels import cpu
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
 from toolkit.kernels.table import kernels_for
@@ -20,10 +21,19 @@ from toolkit.weights.fp8 import FP8Weight
 from toolkit.weights.grouped import grouped_weight
 from toolkit.weights.int8 import Int8Weight
 from toolkit.weights.integers import IntegerWeight
-from toolkit.weights.layout import DENSE, MXFP4_AS_INTEGERS, Kind, Layout, while_loading
+from toolkit.weights.layout import (
+    DENSE,
+    MXFP4,
+    MXFP4_AS_INTEGERS,
+    Kind,
+    Layout,
+    of_experts,
+    while_loading,
+)
+from toolkit.weights.mxfp4 import MXFP4Weight
 from toolkit.weights.parted import PartedWeight
 from toolkit.weights.plain import plain_weight
-from toolkit.weights.weight import Weight
+from toolkit.weights.weight import StackableWeight, Weight
 
 METHODS: dict[str, type[FP8Weight | Int8Weight | IntegerWeight]] = {
     "fp8": FP8Weight,
@@ -112,6 +122,33 @@ def new_packed_weight(
         return _weight(sum(rows), columns.count, layouts[0])
     parts = zip(rows, layouts, strict=True)
     return PartedWeight([_weight(count, columns.count, layout) for count, layout in parts])
+
+
+def new_stack(
+    count: int, rows: Sequence[int], columns: int, packings: Iterable[Packing | None]
+) -> StackableWeight:
+    """Return an uninitialized weight for `count` experts on a GPU, with parts of so many rows each.
+
+    packings: of all parts. Weights that differ, or that the kernels do not multiply, are expanded
+    to the type of the model while loading. Raises ConfigError for other kinds."""
+    total, found = count * sum(rows), set(packings)
+    if found == {None}:
+        weight = new_weight(total, columns)
+        if isinstance(weight, StackableWeight):
+            return weight
+        raise ConfigError(
+            f"--quantization {_building.get().method}: models with experts run on GPUs with fp8 "
+            f"or, in bfloat16 and float16, int4, if the columns of each device ({columns} here) "
+            "are a multiple of 64.",
+            param="quantization",
+        )
+    layouts = {DENSE if one is None else one.layout for one in found}
+    in_float32 = torch.get_default_dtype() == torch.float32
+    layout = of_experts(layouts, rows, columns, in_float32=in_float32)
+    if layout == MXFP4:
+        return MXFP4Weight(total, columns)
+    weight = _weight(total, columns, usable(layout, target_device()))
+    return weight if isinstance(weight, StackableWeight) else plain_weight(total, columns)
 
 
 def _weight(rows: int, columns: int, layout: Layout) -> Weight:

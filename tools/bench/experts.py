@@ -20,17 +20,24 @@ from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
 from toolkit.kernels import mxfp4, reference
-from toolkit.kernels.reference import Routing, Stack
-from toolkit.kernels.triton import activation, ahead, experts, routing
+from toolkit.kernels.reference import FP8_BLOCK, Routing, Stack
+from toolkit.kernels.triton import activation, ahead, experts, grouped_layout, routing
 from toolkit.kernels.triton.experts import Tile, Tiles
 from tools.bench.kernels import achieved, copy_bandwidth, elapsed, matmul_rate
 
 DTYPE = torch.bfloat16
 COLD_BYTES = 2 << 30  # of experts to read before one is read again
-BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 17 / 32}
+BYTES = {
+    "bf16": 2,
+    "fp8": 1,
+    "fp8-blocks": 1,
+    "int4": 0.5 + 2 / 128,
+    "int8": 1 + 2 / 128,
+    "mxfp4": 17 / 32,
+}
 MAX_CALLS = 32
 THREADS = 16  # that compile
-MXFP4_SHAPES = (
+WORD_SHAPES = (
     *((32, 128, stages, 4) for stages in (4, 8)),
     *((32, 128, stages, 2) for stages in (4, 8)),
     *((64, 128, stages, warps) for stages in (3, 6, 8) for warps in (2, 4)),
@@ -94,8 +101,24 @@ class Weights(NamedTuple):
         weight = torch.randn(count, rows, columns, device=device, dtype=DTYPE) / 64
         if kind == "bf16":
             return Stack(weight)
+        if kind.startswith("int"):
+            return Weights._integers(count, rows, columns, int(kind[3:]), device)
+        if kind == "fp8-blocks":
+            blocks = count, rows // FP8_BLOCK, -(-columns // FP8_BLOCK)
+            scale = torch.rand(blocks, device=device) / 64
+            return Stack(weight.to(reference.FP8), scale)
         scale = torch.rand(count, rows, device=device) / 64
         return Stack(weight.to(reference.FP8), scale)
+
+    @staticmethod
+    def _integers(count: int, rows: int, columns: int, bits: int, device: torch.device) -> Stack:
+        whole = grouped_layout.empty((count * rows, columns), bits, 128, torch.float16, None)
+        assert whole is not None, "a supported shape"
+        values = whole.values.to(device)
+        values.view(torch.int16).random_(-(2**15), 2**15)
+        scales = torch.full_like(whole.scales, 2**-bits / 64, device=device)
+        parts = (one.view(len(one), count, rows, *one.shape[2:]) for one in (values, scales))
+        return Stack(*(one.transpose(0, 1) for one in parts))
 
 
 class Step(NamedTuple):
@@ -159,13 +182,13 @@ def num_touched(calls: list[Step], how: Routing) -> float:
 def candidates(num_tokens: int, num_chosen: int, weights: Weights) -> Iterator[Tiles]:
     """Yield the best tiles, then others for each product, with those of the other product."""
     sizes = weights.down.values.shape[-2], weights.up.values.shape[-2] // 2
-    best = experts.best_tiles(num_tokens, num_chosen, weights.up, sizes)
+    best = experts.best_tiles(num_tokens, num_chosen, (weights.up, weights.down), sizes)
     yield best
-    is_mxfp4 = weights.up.values.dtype == torch.int16
-    wide = mxfp4.STEP if is_mxfp4 else 128 // weights.up.values.itemsize
+    has_words = weights.up.values.dim() == 4
+    wide = mxfp4.STEP if has_words else 128 // weights.up.values.itemsize
     shapes = (
-        MXFP4_SHAPES
-        if is_mxfp4
+        WORD_SHAPES
+        if has_words
         else ((32, 128, 5, 2), (64, 64, 6, 4), (64, 128, 3, 4), (64, 256, 3, 4), (128, 64, 4, 4))
         if best.up.tokens <= experts.FEW_PAIRS
         else ((128, wide, 3, 4), (128, wide, 3, 8), (256, wide, 3, 8), (256, wide, 4, 8))
