@@ -18,6 +18,7 @@ from toolkit.layers import Linear, Projections, StackedExperts
 from toolkit.models.build import build_model, load_config
 from toolkit.weights import blocks, fp8, grouped, quantization
 from toolkit.weights.formats import read_packings
+from toolkit.weights.layout import of_experts
 from toolkit.weights.loader import load_weights, stored_tensors
 from toolkit.weights.quantization import quantized
 from toolkit.weights.source import Source
@@ -133,3 +134,22 @@ def test_experts_of_other_tools(kernels, device, name, splits, tokens):
                 expected[token] += share * (down @ (F.silu(gate @ row) * (up @ row)))
     tolerance = 0.06 if "fp8" in name and tokens > 16 else 0.01
     assert (total - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sizes_are_known_before_loading(kernels, device, name):
+    """As `--dry-run` computes them, from the layout that each tensor has in the checkpoint."""
+    folder = QUANTIZED / name
+    config = json.loads((folder / "config.json").read_text())
+    packings = read_packings(config, {one.name: one for one in stored_tensors(folder)})
+    hidden, size = config["hidden_size"], config["intermediate_size"]
+    with parallel(Group(0, 1)):
+        experts = make(folder, kernels, device)
+    for weight, sources, shape in (
+        (experts.up, [source for one in SOURCES for source in (one.gate, one.up)], (size, hidden)),
+        (experts.down, [one.down for one in SOURCES], (hidden, size)),
+    ):
+        layouts = {packings.find(source.name).layout for source in sources}
+        layout = of_experts(layouts, shape[:1], shape[1], in_float32=False)
+        each = layout.nbytes(*shape, 2, on_gpu=True)
+        assert weight.nbytes == len(sources) * each
