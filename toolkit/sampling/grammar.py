@@ -317,7 +317,7 @@ class _Tokens:
         self._byte_ids = {text: id for id, text in enumerate(table.spellings) if len(text) == 1}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokenize text that a grammar forces. Unused here."""
+        """Tokenize text that a grammar forces. Those of requests force none."""
         encoded = text if isinstance(text, bytes) else text.encode()
         return [
             self._byte_ids[encoded[i : i + 1]]

@@ -92,6 +92,9 @@ class StructuredOutputsParams(
         return InvalidParamError(self.param, f"{why}.")
 
 
+_OPTIONS = '%llguidance {"no_forcing": true}'
+
+
 def limits() -> LLParserLimits:
     """Return limits that keep a compilation under two seconds and a step under about 50 ms."""
     from llguidance import LLParserLimits
@@ -174,6 +177,7 @@ def _convert(kind: str, text: str, lenient: bool) -> str:
             grammar = grammar_from(kind, text)  # type: ignore[arg-type]  # one of its names
     if kind == "grammar":  # which may have been GBNF
         check_cost(*_parts(kind, grammar))
+    grammar = _without_forcing(grammar)
     failure, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
     if failure:
         raise ValueError(f"cannot be enforced: {messages[0].strip()[:2000]}")
@@ -182,6 +186,18 @@ def _convert(kind: str, text: str, lenient: bool) -> str:
     if matcher.is_error():
         raise ValueError(f"cannot be enforced: {reason_of(matcher)}")
     return grammar
+
+
+def _without_forcing(grammar: str) -> str:
+    """Let the model choose among the tokens that spell a text, also if the text is the only one.
+
+    llguidance would force one of them, and does not know which one the model expects."""
+    if not grammar.startswith("{"):
+        return f"{_OPTIONS}\n{grammar}"
+    (only,) = json.loads(grammar)["grammars"]
+    if only["lark_grammar"] is not None:
+        return f"{_OPTIONS}\n{only['lark_grammar']}"
+    return f"{_OPTIONS}\nstart: %json {json.dumps(only['json_schema'])}\n"
 
 
 @contextlib.contextmanager

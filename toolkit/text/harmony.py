@@ -39,8 +39,6 @@ _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}([^\s<]*)")
 _RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]+)")
 _FIELDS = (CHANNEL, CONSTRAIN, MESSAGE, "to=")  # what can follow a header's role
 
-_OPTIONS = '%llguidance {"no_forcing": true}'
-"""Lets the model write a mark as its token. llguidance would force text byte by byte."""
 _THOUGHT = r"THOUGHT: /([^<]|<+[^<|])*<+\|end\|><\|start\|>assistant/"
 """Rest of a message of reasoning, up to the next header. Without other marks. One terminal:
 llguidance's lexer is greedy."""
@@ -105,14 +103,14 @@ class HarmonyFormat(ToolFormat):
                 raise InvalidParamError(
                     "tool_choice", "requires a call, which cannot continue the last message."
                 )
-            return f"{_OPTIONS}\nstart: {answer_rule}\n"
+            return f"start: {answer_rule}\n"
         elif opening.endswith(_ROLE):
             begin = "thought*"
         else:
             begin = f'"{START}{_ROLE}" thought*'
         ends = ["calls"] * bool(tools) + ["answer"] * (answer_rule is not None)
         rules = [
-            f"{_OPTIONS}\nstart: {begin} ({' | '.join(ends)})",
+            f"start: {begin} ({' | '.join(ends)})",
             f'thought: "{CHANNEL}analysis{MESSAGE}" THOUGHT\n{_THOUGHT}',
         ]
         if tools:
