@@ -12,7 +12,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from toolkit.kernels.triton import expert_kernels, experts, fp8, fp8_matmul, linear, routing
+from toolkit.kernels.triton import (
+    expert_kernels,
+    expert_vectors,
+    experts,
+    fp8,
+    fp8_matmul,
+    linear,
+    routing,
+)
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
@@ -287,44 +295,53 @@ def compile_experts() -> None:
         compile_kernel(name, routing._route_kernel, routed, router | kind, 1, 3)
     arranged = {"PAIRS": routing.PAIRS, "EXPERTS": 128, "PDL": True}
     compile_kernel("blocks of experts", routing._arrange_kernel, types, arranged, 8, 3)
-    chosen = {"CHOSEN": 6, "CHOICES": 8, "PDL": True}
-    up, down = {"KIND": "silu", "INTERLEAVED": False}, {"FETCHED": 256, "LINE": 64}
-    chosen |= {"BIASED": False}
+    chosen = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "BIASED": False}
     for scaled in (False, True):
-        kind = ", FP8" if scaled else ""
-        weights = types | ({"weight_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32"} if scaled else {})
+        weights = types | ({"weight_ptr": "*fp8e4nv"} if scaled else {})
         one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "BIASED": False, "PDL": True}
-        for name, kernel, rest in (
-            ("up", expert_kernels.vector_up_kernel, up | {"COLUMNS": 2048}),
-            ("down", expert_kernels.vector_down_kernel, chosen | {"COLUMNS": 256}),
-        ):
-            compile_kernel(f"one token, {name}{kind}", kernel, weights, one | rest, 4, 3)
-        for tokens, rows, columns, warps in ((8, 64, 128, 4), (32, 64, 128, 4), (128, 256, 64, 8)):
-            quantized = scaled and tokens > experts.FEW_PAIRS
-            shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns << quantized, "STAGES": 4}
-            shape |= {"FEW": tokens == 8, "EVEN": True, "SCALED": scaled, "QUANTIZED": quantized}
-            shape |= {"MXFP4": False}
-            given = weights | ({"x_ptr": "*fp8e4nv"} if quantized else {})
-            for name, kernel, rest in (
-                ("up", expert_kernels.up_kernel, up),
-                ("down", expert_kernels.down_kernel, down),
-            ):
-                title = f"{tokens} pairs of an expert, {name}{kind}"
-                compile_kernel(title, kernel, given, chosen | shape | rest, warps, 3)
-    weights = types | {"weight_ptr": "*i16", "scale_ptr": "*i32"}
-    up = {"KIND": "clamped_swiglu", "INTERLEAVED": True}
-    for tokens, rows, stages, warps in ((8, 64, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8)):
-        shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": 128, "STAGES": stages}
-        shape |= {"FEW": tokens == 8, "EVEN": False, "SCALED": False, "QUANTIZED": False}
-        shape |= {"MXFP4": True, "BIASED": True}
-        for name, kernel, rest in (
-            ("up", expert_kernels.up_kernel, up),
-            ("down", expert_kernels.down_kernel, down),
-        ):
-            title = f"{tokens} pairs of an expert, {name}, MXFP4"
-            compile_kernel(title, kernel, weights, chosen | shape | rest, warps, 3)
+        up = one | {"KIND": "silu", "INTERLEAVED": False, "COLUMNS": 2048}
+        kind = ", FP8" if scaled else ""
+        compile_kernel(f"one token, up{kind}", expert_vectors.vector_up_kernel, weights, up, 4, 3)
+        down = one | chosen | {"COLUMNS": 256}
+        kernel = expert_vectors.vector_down_kernel
+        compile_kernel(f"one token, down{kind}", kernel, weights, down, 4, 3)
+    for form, tokens, columns in (
+        ("plain", 8, 128),
+        ("plain", 128, 64),
+        ("rows", 32, 128),
+        ("rows", 128, 128),
+        ("blocks", 8, 128),
+        ("blocks", 128, 128),
+        ("integers", 8, 256),
+        ("integers", 64, 256),
+        ("mxfp4", 8, 128),
+        ("mxfp4", 128, 128),
+    ):
+        compile_tiles_of_experts(types | {"x_scale_ptr": "*fp32"}, chosen, form, tokens, columns)
     constants = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "CHUNK": 1024}
     compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
+
+
+def compile_tiles_of_experts(
+    types: dict[str, str], chosen: dict[str, object], form: str, tokens: int, columns: int
+) -> None:
+    numbers = {"plain": "*bf16", "integers": "*u16", "mxfp4": "*i16"}.get(form, "*fp8e4nv")
+    scales = {"plain": "*bf16", "integers": "*fp16", "mxfp4": "*i32"}.get(form, "*fp32")
+    is_few, quantized = tokens <= experts.FEW_PAIRS, form in ("rows", "blocks") and tokens > 32
+    weights = types | {"weight_ptr": numbers, "scale_ptr": scales, "offset_ptr": "*fp32"}
+    weights |= {"x_ptr": "*fp8e4nv"} if quantized else {}
+    words = {"integers": 64, "mxfp4": 32}.get(form, 0)
+    rows = 64 if is_few else 256 if form == "plain" else 128
+    shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": 4 if is_few else 3}
+    shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "QUANTIZED": quantized}
+    shape |= {"FORMAT": form, "WORDS": words, "GROUP": 128, "SHIFTED": form == "integers"}
+    up = {"KIND": "clamped_swiglu", "INTERLEAVED": form == "mxfp4"}
+    title, warps = f"{tokens} pairs of an expert, {form}", 4 if is_few else 8
+    for kernel, rest in (
+        (expert_kernels.up_kernel, up),
+        (expert_kernels.down_kernel, {"FETCHED": 4, "LINE": 64}),
+    ):
+        compile_kernel(title, kernel, weights, chosen | shape | rest, warps, 3)
 
 
 def compile_draft_inputs() -> None:
