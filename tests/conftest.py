@@ -23,6 +23,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -186,8 +187,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("models") and config.option.markexpr != "models":
             item.add_marker(pytest.mark.skip(reason="takes minutes: make test-models runs it"))
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+    if not config.option.all_cases:
+        others = _others_in_interpreter(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = [item for item in items if item not in others]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="run all cases of tests in Triton's interpreter, not a third of each",
+    )
+
+
+def _others_in_interpreter(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return two of three cases of each test in Triton's interpreter. GPUs run all of them.
+
+    The same ones in every run, and without regard to the order of parameters."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        is_interpreted = "triton_runs" in getattr(item, "fixturenames", ())
+        if is_interpreted and not item.get_closest_marker("gpu"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    others: set[pytest.Item] = set()
+    for group in cases.values():
+        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        others.update(group[-(-len(group) // 3) :])
+    return others

@@ -148,8 +148,9 @@ def require_allowed_drafts(log: StepLog) -> None:
     assert num_limited > 10
 
 
-@pytest.mark.parametrize("swap_space", [0, 0.001], ids=["recomputed", "swapped"])
-@pytest.mark.parametrize("drafter", ["ngram", "itself", "other"])
+@pytest.mark.parametrize(
+    ("drafter", "swap_space"), [("ngram", 0.001), ("itself", 0), ("other", 0.001)]
+)
 def test_drafts_change_nothing(folders, expected, drafter, swap_space):
     config: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
     if drafter != "ngram":
@@ -201,8 +202,7 @@ class Streamed:
         return True
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("drafter", ["ngram", "itself"])
+@pytest.mark.parametrize(("drafter", "is_async"), [("ngram", True), ("itself", False)])
 def test_streams_with_drafts_are_those_without(folders, expected, drafter, is_async):
     """Requests come one after another, and the clients of some leave early."""
     config: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -295,8 +296,11 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16}], ids=["", "chunks"])
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    zip(CASES, itertools.cycle([{"max_num_batched_tokens": 16}, {}]), strict=False),
+    ids=str,
+)
 def test_drafts_are_those_of_the_paper(
     case: str,
     settings: dict,
@@ -323,13 +327,12 @@ def test_drafts_are_those_of_the_paper(
     assert require_reference_drafts(log, reference, params) > 20
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle"])
 @pytest.mark.parametrize(
-    "settings",
+    ("method", "settings"),
     [
-        {"num_gpu_blocks_override": 16, "block_size": 8, "swap_space": 0.001},
-        {"num_gpu_blocks_override": 16, "block_size": 8},
-        {"block_size": 2, "async_scheduling": True},
+        ("eagle3", {"num_gpu_blocks_override": 16, "block_size": 8, "swap_space": 0.001}),
+        ("eagle", {"num_gpu_blocks_override": 16, "block_size": 8}),
+        ("eagle3", {"block_size": 2, "async_scheduling": True}),
     ],
     ids=["swap", "recomputation", "small blocks"],
 )
@@ -350,16 +353,15 @@ def test_drafts_survive_preemption(
     assert require_reference_drafts(log, make_reference(eagle_target)) > 40
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle"])
 @pytest.mark.parametrize(
-    "settings",
+    ("method", "settings"),
     [
-        {"quantization": "int8"},
-        {"kv_cache_dtype": "fp8"},
-        {"attention_backend": "torch"},
-        {"load_format": "dummy"},
+        ("eagle3", {"quantization": "int8"}),
+        ("eagle", {"kv_cache_dtype": "fp8"}),
+        ("eagle", {"attention_backend": "torch"}),
+        ("eagle3", {"load_format": "dummy"}),
     ],
-    ids=lambda settings: next(iter(settings)),
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else given,
 )
 def test_drafters_combine(method: str, settings: dict, tmp_path: Path, eagle_target_folder: Path):
     _, write_drafter, _ = CASES[method]
