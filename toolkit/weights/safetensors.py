@@ -21,6 +21,7 @@ import torch
 
 from toolkit.distributed import Shard
 from toolkit.errors import CheckpointError
+from toolkit.weights.progress import Progress
 from toolkit.weights.slots import Slot
 
 READERS = 8  # threads that read for a GPU; each holds one chunk
@@ -94,6 +95,12 @@ class StoredTensor:
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a row as it is read."""
         return self.shape[1:]
+
+    @property
+    def num_read_bytes(self) -> int:
+        """Size of what is read of all rows."""
+        num_rows = self.shape[0] if self.shape else 1
+        return num_rows * math.prod(self.row_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +253,7 @@ def _chunks(
     tensors: Sequence[tuple[StoredTensor, Slot]], size: int, stop: threading.Event | None
 ) -> Iterator[tuple[_Chunk, Slot]]:
     """Split tensors into runs of rows of at most `size` bytes, or of one row, with their slots."""
+    progress = Progress(sum(tensor.num_read_bytes for tensor, _ in tensors))
     for tensor, slot in tensors:
         num_rows = tensor.shape[0] if tensor.shape else 1
         step = max(1, num_rows if slot.needs_all_rows else size // max(1, tensor.row_bytes))
@@ -254,6 +262,7 @@ def _chunks(
                 return
             count = min(step, num_rows - first)
             yield _Chunk(tensor, first, count), slot.rows(first, count)
+            progress.add(tensor.num_read_bytes * count // num_rows)
 
 
 def _tensors(file: Path, header: dict[str, Any], data: int) -> Iterator[StoredTensor]:
