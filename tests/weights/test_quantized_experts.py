@@ -13,7 +13,8 @@ from toolkit import LLM
 
 
 def test_experts_in_blocks_of_fp8_equal_the_dequantized_model(tmp_path):
-    model = checkpoints.make_reference("mixtral")
+    family, settings = checkpoints.ARCHITECTURES["mixtral"]
+    model = checkpoints.make_model(family, settings | {"num_local_experts": 6})
     folder = checkpoints.save(model, tmp_path)
     file = folder / "model.safetensors"
     tensors, rounded = {}, {}
@@ -43,9 +44,9 @@ def test_experts_in_blocks_of_fp8_equal_the_dequantized_model(tmp_path):
     }
     (folder / "config.json").write_text(json.dumps(quantized))
     prompts = [[5, 6, 7, 100, 32], [9, 8]]
-    llm = LLM(str(folder), device="cpu", dtype="float32")
-    found = generate(llm, prompts, max_tokens=12)
-    llm.shutdown()
-    for prompt, result in zip(prompts, found, strict=True):
-        expected = checkpoints.greedy(reference, prompt, 12)
-        assert list(result.outputs[0].token_ids) == expected
+    expected = [checkpoints.greedy(reference, prompt, 12) for prompt in prompts]
+    for ranks in ({}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}):
+        llm = LLM(str(folder), device="cpu", dtype="float32", **ranks)
+        found = generate(llm, prompts, max_tokens=12)
+        llm.shutdown()
+        assert [list(result.outputs[0].token_ids) for result in found] == expected
