@@ -515,6 +515,18 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "clip_qkv": 0.7,
         },
     ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        _MEDIUM
+        | {
+            "head_dim": 32,
+            "rotary_dim": 12,
+            "num_mtp_modules": 1,
+            "intermediate_size": 32,
+            "num_local_experts": 10,
+            "num_experts_per_tok": 3,
+        },
+    ),
 }
 """Name: (prefix of Transformers' classes, fields of the config)."""
 
@@ -524,7 +536,10 @@ SHORTEST_PROMPT = {"phi4-long-context": 33}
 MAX_MODEL_LEN = {"phi3-short-context": POSITIONS}
 
 WITH_EXPERTS = frozenset(
-    {"mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"}
+    {
+        *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"),
+        *("minimax-m2",),
+    }
 )
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
 
