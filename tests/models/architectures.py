@@ -535,6 +535,26 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "phimoe": (
+        "Phimoe",
+        _WIDE
+        | {
+            "intermediate_size": 32,
+            "num_local_experts": 12,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "max_position_embeddings": 4 * POSITIONS,
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": POSITIONS,
+                "short_factor": [1.0 + i / 9 for i in range(16)],
+                "long_factor": [1.0 + i * i / 9 for i in range(16)],
+                "short_mscale": 1.3,
+                "long_mscale": 1.6,
+            },
+        },
+    ),
     "minimax-m2": (
         "MiniMaxM2",
         _MEDIUM
@@ -553,12 +573,12 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 SHORTEST_PROMPT = {"phi4-long-context": 33}
 """Transformers chooses LongRoPE's factors by the length so far, tk by `max_model_len`."""
 
-MAX_MODEL_LEN = {"phi3-short-context": POSITIONS}
+MAX_MODEL_LEN = {"phi3-short-context": POSITIONS, "phimoe": POSITIONS}
 
 WITH_EXPERTS = frozenset(
     {
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"),
-        *("granite-moe", "granite-moe-shared", "minimax-m2"),
+        *("granite-moe", "granite-moe-shared", "minimax-m2", "phimoe"),
     }
 )
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
