@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 from tests import checkpoints
 from tests.checkpoints import generate
 from toolkit import LLM
+from toolkit.config import ModelConfig
+from toolkit.verify import transformers_model
 
 BLOCK = 128
 
@@ -67,3 +69,9 @@ def test_experts_in_blocks_of_fp8_equal_the_dequantized_model(tmp_path, name, si
     for prompt, result in zip(prompts, found, strict=True):
         expected = checkpoints.greedy(reference, prompt, 12)
         assert list(result.outputs[0].token_ids) == expected
+    # What `tk verify` compares with.
+    (scored,) = transformers_model.score(folder, ModelConfig(model=str(folder)), 1, prompts[:1], 9)
+    logits = checkpoints.logits(reference, prompts[0]).log_softmax(-1)
+    for position, chances in scored.chances.items():
+        expected = {token: float(logits[position - 1, token]) for token in chances}
+        assert chances == pytest.approx(expected, abs=1e-4)
