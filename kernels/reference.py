@@ -20,6 +20,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # greatest number of e4m3 (Micikevicius et al., arXiv:2209.05433)
 FP8_MIN_GREATEST = 2.0**-100
 """Least maximum of a row, so that the scale of zeros has a finite inverse."""
+MIXER_DISTANCE = 0.02
+"""Largest difference to the chosen logit, over the greater of that and the logit's magnitude."""
 FP8_BLOCK = 128
 """Rows and columns of a block of an FP8 weight. Of x, the elements with one scale."""
 
@@ -280,7 +282,7 @@ class Routing(NamedTuple):
     """Choice of experts from a router's logits."""
 
     num_chosen: int  # experts of a token
-    scores: str = "softmax"  # of the logits, or "sigmoid"
+    scores: str = "softmax"  # of the logits, "sigmoid", or "sparsemixer" (`_mixed_sparsely`)
     renormalize: bool = False  # divide the chosen scores by their sum
     num_groups: int = 1  # of as many adjacent experts each
     num_chosen_groups: int = 1  # groups that experts are chosen from
@@ -297,7 +299,9 @@ def route(
     arXiv:2405.04434) or, with a bias, by the sum of their two best. Of equal ones the first is
     chosen. slots: `[n]`; tokens with a negative one have experts -1 and weights 0."""
     logits = logits.float()
-    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
+    scores = logits
+    if routing.scores != "sparsemixer":
+        scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
     rank = scores if bias is None else scores + bias.float()
     if routing.num_chosen_groups < routing.num_groups:
         groups = rank.view(len(rank), routing.num_groups, -1)
@@ -308,6 +312,8 @@ def route(
         rank = groups.masked_fill(excluded[..., None], -torch.inf).flatten(1)
     ids = rank.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]
     weights = scores.gather(1, ids)
+    if routing.scores == "sparsemixer":
+        weights = _mixed_sparsely(logits, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = weights * routing.scale
@@ -315,6 +321,20 @@ def route(
         ids = ids.masked_fill(slots[:, None] < 0, -1)
         weights = weights.masked_fill(slots[:, None] < 0, 0)
     return ids.int(), weights
+
+
+def _mixed_sparsely(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the weights of SparseMixer-v2 (arXiv:2409.12136): each choice's softmax.
+
+    It is over the experts that are not chosen earlier, and whose logits are near the choice's."""
+    left, weights = logits.clone(), []
+    for choice in range(ids.shape[1]):
+        one = ids[:, choice : choice + 1]
+        best = logits.gather(1, one)
+        is_far = (best - logits) / logits.abs().maximum(best) > MIXER_DISTANCE
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(1, one))
+        left.scatter_(1, one, -torch.inf)
+    return torch.cat(weights, dim=1)
 
 
 class Stack(NamedTuple):

@@ -12,16 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.kernels.reference import Routing
+from toolkit.kernels.reference import MIXER_DISTANCE, Routing
 
 from .counters import counters
 from .pdl import release, supported, wait
 
 MAX_EXPERTS = 512
 MAX_CHOSEN = 16
-SCORES = ("softmax", "sigmoid")
+SCORES = ("softmax", "sigmoid", "sparsemixer")
 LEAST = tl.constexpr(-1e30)  # rank of an expert whose score is NaN: below all others
 MIN_SUM = tl.constexpr(1e-20)  # added to the sum of the chosen scores, so that it can divide
+DISTANCE = tl.constexpr(MIXER_DISTANCE)
 TAKEN = tl.constexpr(-(2**31))  # key of an expert that is chosen already
 FIELDS = tl.constexpr(4)  # of an entry of `Blocks.table`
 PAIRS = 1024  # of a program that arranges them
@@ -40,7 +41,7 @@ def route(
     Raises ValueError for a routing that is not possible or too large."""
     num_tokens, num_experts = logits.shape
     size = num_experts // routing.num_groups
-    _check(logits, routing)
+    _check(logits, routing, bias)
     ids = torch.empty((num_tokens, routing.num_chosen), dtype=torch.int32, device=logits.device)
     weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     pdl = supported(logits.device)
@@ -59,6 +60,7 @@ def route(
         SIZE=size,
         SIZE_PAD=triton.next_power_of_2(size),
         SIGMOID=routing.scores == "sigmoid",
+        SPARSE=routing.scores == "sparsemixer",
         RENORMALIZE=routing.renormalize,
         BIASED=bias is not None,
         PADDED=slots is not None,
@@ -69,7 +71,7 @@ def route(
     return ids, weights
 
 
-def _check(logits: Tensor, routing: Routing) -> None:
+def _check(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
     num_experts = logits.shape[1]
     if not logits.is_contiguous():
         raise ValueError("the router's logits must be contiguous")
@@ -81,6 +83,8 @@ def _check(logits: Tensor, routing: Routing) -> None:
             f"of {MAX_EXPERTS}"
         )
     groups, chosen = routing.num_groups, routing.num_chosen_groups
+    if routing.scores == "sparsemixer" and (groups > 1 or bias is not None):
+        raise ValueError("sparsemixer has no groups and no bias")
     if num_experts % groups or chosen > groups:
         raise ValueError(
             f"{num_experts} experts cannot be {groups} groups, {chosen} of them chosen"
@@ -145,6 +149,7 @@ def _route_kernel(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     SIGMOID: tl.constexpr,
+    SPARSE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,
@@ -164,7 +169,9 @@ def _route_kernel(
         logits_ptr + token * (GROUPS * SIZE) + expert, mask=exists, other=-float("inf")
     )
     logits = logits.to(tl.float32)
-    if SIGMOID:
+    if SPARSE:
+        scores = logits
+    elif SIGMOID:
         scores = tl.sigmoid(logits)
     else:
         scores = tl.exp(logits - tl.max(logits))
@@ -177,14 +184,18 @@ def _route_kernel(
     if CHOSEN_GROUPS < GROUPS:
         rank = _in_best_groups(rank, group, member, CHOSEN_GROUPS, BIASED)
     key = _ordered(tl.reshape(rank, [GROUPS_PAD * SIZE_PAD]))
-    bits = tl.reshape(scores, [GROUPS_PAD * SIZE_PAD]).to(tl.int32, bitcast=True)
+    scores = tl.reshape(scores, [GROUPS_PAD * SIZE_PAD])
+    bits = scores.to(tl.int32, bitcast=True)
     place = tl.arange(0, GROUPS_PAD * SIZE_PAD)
     lane = tl.arange(0, CHOSEN_PAD)
     ids = tl.full([CHOSEN_PAD], -1, tl.int32)
     chosen = tl.zeros([CHOSEN_PAD], tl.int32)
     for choice in tl.static_range(CHOSEN):
         best = tl.min(tl.where(key == tl.max(key, 0), place, GROUPS_PAD * SIZE_PAD), 0)
-        score = tl.max(tl.where(place == best, bits, 0), 0)  # scores are not negative
+        if SPARSE:
+            score = _mixed_sparsely(scores, key, place == best).to(tl.int32, bitcast=True)
+        else:
+            score = tl.max(tl.where(place == best, bits, 0), 0)  # scores are not negative
         key = tl.where(place == best, TAKEN, key)
         ids = tl.where(lane == choice, best // SIZE_PAD * SIZE + best % SIZE_PAD, ids)
         chosen = tl.where(lane == choice, score, chosen)
@@ -198,6 +209,15 @@ def _route_kernel(
         weights = tl.where(is_token, weights, 0.0)
     tl.store(id_ptr + token * CHOSEN + lane, ids, mask=lane < CHOSEN)
     tl.store(weight_ptr + token * CHOSEN + lane, weights, mask=lane < CHOSEN)
+
+
+@triton.jit
+def _mixed_sparsely(logits, key, is_best):
+    """Return the weight of the best expert, see `reference`. key: TAKEN of those chosen earlier."""
+    best = tl.sum(tl.where(is_best, logits, 0.0), 0)
+    is_far = (best - logits) / tl.maximum(tl.abs(logits), best) > DISTANCE
+    powers = tl.exp(tl.where(is_far | (key == TAKEN), -float("inf"), logits - best))
+    return 1.0 / tl.sum(powers, 0)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ PADDED = 1.25
 """Packing for a CPU adds rows of padding, a large part of models as small as these."""
 KINDS = (
     "gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "llama-mqa-tied", "llama-biases-head-dim",
-    "mistral-window", "qwen2", "qwen3",
+    "mistral-window", "qwen2", "qwen3", "granite-moe-shared",
 )  # fmt: skip
 
 
@@ -149,8 +149,8 @@ def test_estimate_gives_the_workers_advice_when_nothing_fits():
 
 
 def test_models_through_transformers_are_estimated_from_their_files(tmp_path: Path):
-    checkpoints.save(make_decoder("granitemoe"), tmp_path)
-    found, config = read_folder(tmp_path, "granitemoe"), settings(max_model_len=100)
+    checkpoints.save(make_decoder("hunyuan_v1_moe"), tmp_path)
+    found, config = read_folder(tmp_path, "hunyuan_v1_moe"), settings(max_model_len=100)
     result, info = estimate(found, config, find_device("cpu")), run(tmp_path, config)
     assert found.implementation == "transformers"
     assert (result.num_parameters, result.weights) == (info.num_parameters, info.weight_bytes)
@@ -164,16 +164,23 @@ def test_expert_parallelism_needs_experts(checkpoint: Callable[[str], Path]):
         estimate(read_folder(checkpoint("qwen3"), "qwen3"), config, CPU)
 
 
-def test_active_parameters_are_those_of_one_token(checkpoint: Callable[[str], Path]):
-    found = read_folder(checkpoint("qwen3-moe"), "qwen3-moe")
-    names = [one for one in found.parameters if ".experts." in one.name]
-    per_expert = 3 * 16 * 64
-    assert sum(one.size for one in names) == 2 * 24 * per_expert, "two of three layers have them"
-    assert found.num_active == found.num_parameters - 2 * 20 * per_expert
+@pytest.mark.parametrize(
+    ("kind", "layers", "experts", "chosen", "size"),
+    [("qwen3-moe", 2, 24, 4, 16), ("granite-moe", 2, 6, 3, 32)],
+)
+def test_active_parameters_are_those_of_one_token(
+    checkpoint: Callable[[str], Path], kind: str, layers: int, experts: int, chosen: int, size: int
+):
+    """Experts are tensors of their own, or stacked. `layers`: those with experts."""
+    found = read_folder(checkpoint(kind), kind)
+    per_expert = 3 * size * 64
+    stored = sum(one.size for one in found.parameters if one.kind == "expert")
+    assert stored == layers * experts * per_expert
+    assert found.num_active == found.num_parameters - layers * (experts - chosen) * per_expert
     assert read_folder(checkpoint("qwen3"), "qwen3").num_active is None
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3-gqa", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3-gqa", "qwen3", "qwen3-moe", "granite-moe"])
 def test_tensor_parallel_estimate_is_per_rank(checkpoint: Callable[[str], Path], kind: str):
     folder = checkpoint(kind)
     result = estimate(read_folder(folder, kind), settings(tensor_parallel_size=2), CPU)

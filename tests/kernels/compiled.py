@@ -287,11 +287,13 @@ def compile_experts() -> None:
     types = integers | {"slot_ptr": "*i64", "scale_ptr": "*fp32", "share_ptr": "*fp32"}
     router = {"CHOSEN": 8, "CHOSEN_PAD": 8, "SIZE_PAD": 32, "PADDED": True, "PDL": True}
     plain = {"GROUPS": 1, "GROUPS_PAD": 1, "CHOSEN_GROUPS": 1, "SIZE": 128, "SIZE_PAD": 128}
-    plain |= {"SIGMOID": False, "RENORMALIZE": True, "BIASED": False}
+    plain |= {"SIGMOID": False, "SPARSE": False, "RENORMALIZE": True, "BIASED": False}
     groups = {"GROUPS": 6, "GROUPS_PAD": 8, "CHOSEN_GROUPS": 3, "SIZE": 20}
-    groups |= {"SIGMOID": True, "RENORMALIZE": True, "BIASED": True}
+    groups |= {"SIGMOID": True, "SPARSE": False, "RENORMALIZE": True, "BIASED": True}
+    sparse = plain | {"SPARSE": True, "RENORMALIZE": False}
     routed = types | {"weight_ptr": "*fp32", "scale": "fp32"}
-    for name, kind in (("router", plain), ("router, groups", groups)):
+    routers = {"router": plain, "router, groups": groups, "router, SparseMixer": sparse}
+    for name, kind in routers.items():
         compile_kernel(name, routing._route_kernel, routed, router | kind, 1, 3)
     arranged = {"PAIRS": routing.PAIRS, "EXPERTS": 128, "PDL": True}
     compile_kernel("blocks of experts", routing._arrange_kernel, types, arranged, 8, 3)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.phimoe import modeling_phimoe as phimoe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from toolkit.kernels import reference
@@ -23,6 +24,11 @@ LAYERS = {
         mixtral.MixtralSparseMoeBlock,
         mixtral.MixtralConfig(num_local_experts=8, num_experts_per_tok=2),
         Routing(2, renormalize=True),
+    ),
+    "Phi-3.5-MoE": (
+        phimoe.PhimoeSparseMoeBlock,
+        phimoe.PhimoeConfig(num_local_experts=16),
+        Routing(2, "sparsemixer"),
     ),
     "Qwen3": (
         qwen3_moe.Qwen3MoeSparseMoeBlock,
@@ -56,7 +62,7 @@ def layer(name: str) -> tuple[nn.Module, Routing]:
     config.hidden_size = HIDDEN
     config.intermediate_size = config.moe_intermediate_size = SIZE
     config._experts_implementation = "eager"
-    made = kind(config)
+    made = kind(config).eval()
     torch.manual_seed(0)
     for parameter in [*made.parameters(), *made.buffers()]:
         nn.init.normal_(parameter, std=0.3)
@@ -65,7 +71,7 @@ def layer(name: str) -> tuple[nn.Module, Routing]:
 
 def computed(module: object, made: nn.Module, routing: Routing, x: Tensor) -> Tensor:
     """Compute a layer, without shared experts, by functions of `module`."""
-    gate, experts = made.gate, made.experts
+    gate, experts = made.router if hasattr(made, "router") else made.gate, made.experts
     logits = x @ gate.weight.T
     bias = getattr(gate, "e_score_correction_bias", None)
     ids, weights = module.route(logits, routing, bias)

@@ -77,6 +77,40 @@ def routed_by_hand(logits: Tensor, routing: Routing, bias: Tensor | None) -> tup
     return [ids for ids, _ in rows], [weights for _, weights in rows]
 
 
+def mixed_by_hand(logits: list[float], num_chosen: int) -> tuple[list[int], list[float]]:
+    """Return the experts of one token and their weights, with the scores of SparseMixer."""
+    ids: list[int] = []
+    weights = []
+    for _ in range(num_chosen):
+        left = [one for one in range(len(logits)) if one not in ids]
+        best = max(left, key=lambda expert: logits[expert])
+        top = logits[best]
+        near = [
+            logits[one] for one in left if top - logits[one] <= 0.02 * max(abs(logits[one]), top)
+        ]
+        ids.append(best)
+        weights.append(1 / sum(math.exp(one - top) for one in near))
+    return ids, weights
+
+
+@pytest.mark.parametrize("number", [2, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_mixer(kernels, device, number, dtype):
+    """Logits of several sizes and signs, near each other and equal."""
+    torch.manual_seed(0)
+    logits = torch.randn(24, number) * torch.logspace(-3, 1, 24)[:, None]
+    logits[::3] += 4
+    logits[1::3] -= 4
+    logits[2], logits[3, ::2] = 0, 0
+    logits = logits.to(dtype)
+    rows = [mixed_by_hand(row, 2) for row in logits.tolist()]
+    expected = [ids for ids, _ in rows], [weights for _, weights in rows]
+    assert 0.1 < (torch.tensor(expected[1]) < 0.99).float().mean() < 0.9, "some are near"
+    routing = Routing(2, "sparsemixer")
+    check(reference.route(logits, routing), expected)
+    check(kernels.route(logits.to(device), routing), expected)
+
+
 @pytest.mark.parametrize("is_biased", [False, True])
 @pytest.mark.parametrize("case", ROUTINGS, ids=str)
 def test_experts_and_weights(kernels, device, case, is_biased):
@@ -123,14 +157,15 @@ def test_padding_has_no_experts(kernels, device):
         check((ids[[0, 2]], weights[[0, 2]]), routed_by_hand(logits[[0, 2]], routing, None))
 
 
-@pytest.mark.parametrize("case", ROUTINGS, ids=str)
+@pytest.mark.parametrize("case", [*ROUTINGS, (Routing(2, "sparsemixer"), 16)], ids=str)
 def test_experts_differ_even_if_logits_are_nan(kernels, device, case):
     """Places in memory depend on them."""
     routing, number = case
     logits = torch.full((3, number), NAN, device=device)
     logits[1, ::2] = 1.0
     logits[2] = torch.inf
-    ids, _ = kernels.route(logits, routing, torch.zeros(number, device=device))
+    bias = None if routing.scores == "sparsemixer" else torch.zeros(number, device=device)
+    ids, _ = kernels.route(logits, routing, bias)
     assert ids.min() >= 0
     assert ids.max() < number
     assert all(len(set(row)) == routing.num_chosen for row in ids.tolist())
@@ -141,6 +176,7 @@ def test_impossible_routings_are_errors(kernels):
     for routing, message in (
         (Routing(3, "tanh"), "not one of"),
         (Routing(17), "are more than 16"),
+        (Routing(2, "sparsemixer", num_groups=2), "no groups"),
         (Routing(2, num_groups=5), "cannot be 5 groups"),
         (Routing(2, num_groups=2, num_chosen_groups=3), "cannot be 2 groups"),
         (Routing(4, num_groups=4, num_chosen_groups=1), "more than 1 groups have"),

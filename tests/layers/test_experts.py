@@ -90,16 +90,19 @@ def expected(tensors: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor
 
 
 def stacked(order: str) -> list[Projections]:
-    """Return sources in one tensor for gate and up, and one for down, of all experts."""
+    """Return sources in one tensor for gate and up, and one for down, of all experts.
+
+    They are as Granite's, or in turn as gpt-oss's."""
     both = 2 * SIZE
     orders = consecutive(SIZE, SIZE)
     if order == "in turn":
         orders = tuple(RowOrder(both, range(nth, both, 2)) for nth in range(2))
-    is_transposed = order == "in turn"
+    is_other = order == "in turn"
+    options = {"transpose": is_other, "is_bare": is_other}
     return [
         Projections(
-            *(Source("gate_up", one, is_transposed, stack=(i, NUM_EXPERTS)) for one in orders),
-            Source("down", None, is_transposed, stack=(i, NUM_EXPERTS)),
+            *(Source("gate_up", one, stack=(i, NUM_EXPERTS), **options) for one in orders),
+            Source("down", stack=(i, NUM_EXPERTS), **options),
         )
         for i in range(NUM_EXPERTS)
     ]
@@ -116,7 +119,9 @@ def stack(tensors: dict[str, Tensor], order: str) -> dict[str, Tensor]:
         both = torch.cat((gate, up), 1)
         if order == "in turn":
             both = torch.stack((gate, up), 2).flatten(1, 2)
-        end = "" if kind == "weight" else "_bias"
+        end = f".{kind}"
+        if order == "in turn":
+            end = "" if kind == "weight" else "_bias"
         if kind == "weight" and order == "in turn":
             both, down = both.mT, down.mT
         found |= {f"gate_up{end}": both, f"down{end}": down}

@@ -249,6 +249,10 @@ BROKEN = {
     "scale": (change_config(lora_alpha=1e40), "not finite"),
     "other kind": (change_config(peft_type="IA3"), "peft_type is 'IA3'"),
     "DoRA": (change_config(use_dora=True), "DoRA"),
+    "stacked experts": (
+        change_config(target_parameters=["mlp.experts.gate_up_proj"]),
+        r"changes parameters, as of experts \(target_parameters: mlp\.experts\.gate_up_proj\)",
+    ),
     "biases": (change_config(bias="all"), "bias='none'"),
     "modules": (change_config(modules_to_save=["lm_head"]), "modules_to_save: lm_head"),
     "rank": (change_config(r=100), "the rank of .* is 100, but lora_A is"),
@@ -294,19 +298,27 @@ def test_broken_adapters_are_refused_by_name(adapter, checkpoint, tmp_path, prob
         engine(checkpoint("llama3-gqa"), {"mine": folder})
 
 
-def test_adapters_of_experts_are_refused(adapter, checkpoint, tmp_path):
-    folder = copied(adapter("shared expert"), tmp_path)
-    change_tensors(
-        lambda tensors: tensors.update(
-            {
-                name.replace("shared_expert", "experts.2"): tensors.pop(name)
-                for name in list(tensors)
-                if "layers.1" in name
-            }
-        )
-    )(folder)
-    with pytest.raises(CheckpointError, match=r"changes .*\.mlp\.experts\.2\..*not supported"):
-        engine(checkpoint("qwen2-moe"), {"mine": folder})
+@pytest.mark.parametrize(
+    ("base", "module"),
+    [
+        ("qwen2-moe", "mlp.experts.2.gate_proj"),
+        ("granite-moe", "block_sparse_moe.input_linear"),
+        ("granite-moe", "block_sparse_moe.router.layer"),
+        ("gpt-oss", "mlp.experts.gate_up_proj"),
+    ],
+)
+def test_adapters_of_experts_are_refused(adapter, checkpoint, tmp_path, base, module):
+    folder, name = copied(adapter("attention"), tmp_path), f"model.layers.1.{module}"
+
+    def only_of_experts(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.clear()
+        for part, shape in (("lora_A", (8, 64)), ("lora_B", (32, 8))):
+            tensors[f"base_model.model.{name}.{part}.weight"] = torch.ones(shape)
+
+    change_tensors(only_of_experts)(folder)
+    says = f"it changes {name}, and adapters of experts are not supported"
+    with pytest.raises(CheckpointError, match=re.escape(says)):
+        engine(checkpoint(base), {"mine": folder})
 
 
 @pytest.mark.parametrize(

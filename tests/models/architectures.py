@@ -33,6 +33,12 @@ _FALCON = {
     "ffn_hidden_size": 96,
     "max_position_embeddings": POSITIONS,
 }
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.15,
+    "logits_scaling": 4.0,
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
@@ -269,15 +275,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "granite": (
         "Granite",
-        _MEDIUM
-        | {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.15,
-            "logits_scaling": 4.0,
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
+        _MEDIUM | _GRANITE | {"attention_bias": True, "mlp_bias": True},
     ),
     "cohere": (
         "Cohere",
@@ -515,16 +513,73 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "clip_qkv": 0.7,
         },
     ),
+    "granite-moe": (
+        "GraniteMoe",
+        _MEDIUM
+        | _GRANITE
+        | {
+            "intermediate_size": 32,
+            "attention_bias": True,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        _MEDIUM
+        | _GRANITE
+        | {
+            "intermediate_size": 16,
+            "shared_intermediate_size": 48,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "phimoe": (
+        "Phimoe",
+        _WIDE
+        | {
+            "intermediate_size": 32,
+            "num_local_experts": 12,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "max_position_embeddings": 4 * POSITIONS,
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": POSITIONS,
+                "short_factor": [1.0 + i / 9 for i in range(16)],
+                "long_factor": [1.0 + i * i / 9 for i in range(16)],
+                "short_mscale": 1.3,
+                "long_mscale": 1.6,
+            },
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        _MEDIUM
+        | {
+            "head_dim": 32,
+            "rotary_dim": 12,
+            "num_mtp_modules": 1,
+            "intermediate_size": 32,
+            "num_local_experts": 10,
+            "num_experts_per_tok": 3,
+        },
+    ),
 }
 """Name: (prefix of Transformers' classes, fields of the config)."""
 
 SHORTEST_PROMPT = {"phi4-long-context": 33}
 """Transformers chooses LongRoPE's factors by the length so far, tk by `max_model_len`."""
 
-MAX_MODEL_LEN = {"phi3-short-context": POSITIONS}
+MAX_MODEL_LEN = {"phi3-short-context": POSITIONS, "phimoe": POSITIONS}
 
 WITH_EXPERTS = frozenset(
-    {"mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"}
+    {
+        *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"),
+        *("granite-moe", "granite-moe-shared", "minimax-m2", "phimoe"),
+    }
 )
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
 

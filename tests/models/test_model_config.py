@@ -175,7 +175,14 @@ DTYPES: list[dict] = [
 
 SU = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
 PHI4 = {"short_factor": [1.0] * 36, "long_factor": [4.0] * 36}
+PHI_MOE = {"original_max_position_embeddings": 4096, "short_mscale": 1.2, "long_mscale": 1.3}
 WITH_ALPHA = {"alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "beta_fast": 32, "beta_slow": 1}
+MINIMAX = {
+    "attn_type_list": [1] * 5, "scoring_func": "sigmoid", "use_routing_bias": True,
+    "shared_moe_mode": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer",
+    "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1,
+    "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192,
+}  # fmt: skip
 OLD_SPELLINGS: list[tuple[str, dict]] = [
     ("gemma", {"hidden_act": "gelu", "hidden_activation": None, "rope_theta": 5e4}),
     ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}),
@@ -234,6 +241,15 @@ OLD_SPELLINGS: list[tuple[str, dict]] = [
     ),
     ("falcon", {"rope_theta": 5e4, "apply_residual_connection_post_layernorm": False}),
     ("nemotron", {"rope_theta": 5e4, "partial_rotary_factor": 0.25, "kv_channels": 128}),
+    (
+        "phimoe",
+        {
+            "rope_scaling": {"type": "longrope", **LONGROPE, **PHI_MOE},
+            "original_max_position_embeddings": 4096,
+            "sliding_window": 131072,
+        },
+    ),
+    ("minimax_m2", {"rotary_dim": 64, "rope_theta": 5e6, **MINIMAX}),
     ("opt", {"word_embed_proj_dim": 768, "prefix": "</s>", "_remove_final_layer_norm": False}),
 ]
 
@@ -371,6 +387,10 @@ def test_default_configs_are_those_of_transformers(kind, tmp_path):
         ("cohere2", {"use_parallel_block": False}, False),
         ("cohere2", {"position_embedding_type": "alibi"}, False),
         ("qwen2", {"is_causal": False}, False),
+        ("phimoe", {"router_jitter_noise": 0.02}, False),
+        ("phimoe", {"num_experts_per_tok": 3}, False),
+        ("minimax_m2", {"scoring_func": "softmax"}, False),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, False),
         ("bert", {"pooler_type": "first_token_transform", "directionality": "bidi"}, True),
     ],
 )

@@ -145,9 +145,10 @@ def test_prompt_logprobs_survive_preemption(few):
             assert got == pytest.approx(float(reference[index - 1, token]), abs=2e-4)
 
 
-def test_layers_that_only_draft_are_not_read(tmp_path):
-    """GLM-4.5 has one after the last, under the next index."""
-    folder = checkpoints.save(checkpoints.make_reference("glm4-moe"), tmp_path)
+@pytest.mark.parametrize("name", ["glm4-moe", "minimax-m2"])
+def test_layers_that_only_draft_are_not_read(tmp_path, name):
+    """Layers under the indices after the last one."""
+    folder = checkpoints.save(checkpoints.make_reference(name), tmp_path)
     expected = LLM(str(folder), device="cpu").generate([[5, 6]], use_tqdm=False)
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -101,6 +101,17 @@ def test_frequencies_equal_transformers(kind, parameters, trained, extended):
         assert factor == pytest.approx(expected_factor, rel=1e-12)
 
 
+def test_each_set_of_factors_may_have_a_magnitude():
+    parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 100,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "short_mscale": 1.2, "long_mscale": 1.5,
+    }  # fmt: skip
+    found = [inverse_frequencies(Rope(parameters, 8, 400), length) for length in (100, 101)]
+    assert [factor for _, factor in found] == [1.2, 1.5]
+    assert torch.equal(found[0][0], 2 * found[1][0])
+
+
 def test_unscaled_frequencies_are_the_papers():
     inv_freq, factor = inverse_frequencies(Rope({"rope_theta": 1e4}, 8, 100), 100)
     torch.testing.assert_close(inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]))

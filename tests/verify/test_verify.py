@@ -25,6 +25,7 @@ from toolkit.scheduler.block_pool import BlockPool
 from toolkit.verify import engines, transformers_model
 from toolkit.verify.run import verify
 from toolkit.weights.int8 import Int8Weight
+from toolkit.weights.slots import StackedSlot
 
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
 COMPARISONS = ["kernels", "graphs", "batching", "prefix_cache", "transformers"]
@@ -63,6 +64,8 @@ def differing(found: dict[str, dict[str, Any]]) -> list[str]:
         ("gemma2", ("--dtype", "bfloat16")),
         ("gemma3", ()),
         ("gpt2", ("--quantization", "int8")),
+        ("granite-moe", ("--quantization", "int8")),
+        ("gpt-oss", ("--quantization", "int4")),
     ],
 )
 def test_right_models_are_ok(verdicts, name, flags):
@@ -204,6 +207,13 @@ def wrong_scale_of_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Int8Weight, "quantize", staticmethod(scaled))
 
 
+def experts_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    of = StackedSlot.of
+    patch.setattr(
+        StackedSlot, "of", lambda slot, stack: of(slot, (stack[1] - 1 - stack[0], stack[1]))
+    )
+
+
 INT8 = ("--quantization", "int8")
 BFLOAT16 = ("--dtype", "bfloat16")
 
@@ -220,6 +230,7 @@ BFLOAT16 = ("--dtype", "bfloat16")
         (wrong_attention_scale, "qwen3", BFLOAT16, "kernels"),
         (wrong_scale_in_kernels, "llama3-gqa", INT8, "kernels"),
         (wrong_scale_of_weights, "gpt2", INT8, "transformers"),
+        (experts_in_another_order, "granite-moe", (), "transformers"),
     ],
 )
 def test_planted_fault_is_found_and_named(verdicts, monkeypatch, plant, name, flags, expected):

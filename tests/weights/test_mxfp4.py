@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests import checkpoints
 from tests.checkpoints import generate
 from toolkit import LLM
-from toolkit.config import EngineConfig
+from toolkit.config import EngineConfig, ModelConfig
 from toolkit.distributed import Group, expert_shards, parallel
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.inventory.checkpoint import read_folder
@@ -26,6 +26,7 @@ from toolkit.kernels.switch import only_pytorch
 from toolkit.layers import Projections, StackedExperts
 from toolkit.models.architectures.gpt_oss import Config, describe
 from toolkit.models.describe import Experts
+from toolkit.verify import transformers_model
 from toolkit.weights.formats import read_packings
 from toolkit.weights.quantization import quantized
 
@@ -111,6 +112,17 @@ def test_checkpoint_on_a_gpu_equals_the_dequantized_model(folder, dtype):
     llm = case.engine(device="cuda", dtype=dtype, max_model_len=160, **SIZES)
     case.assert_greedy(generate(llm, case.prompts), Noise(case).tolerance(dtype))
     llm.shutdown()
+
+
+def test_verify_compares_with_the_dequantized_model(folder):
+    tokens = [5, 6, 7, 100, 32]
+    plain = GptOssForCausalLM.from_pretrained(folder / "plain", attn_implementation="eager").eval()
+    chances = checkpoints.logits(plain, tokens).log_softmax(-1)
+    given = ModelConfig(model=str(folder))
+    (found,) = transformers_model.score(folder, given, 1, [tokens], 20)
+    for position, likeliest in found.chances.items():
+        expected = {token: float(chances[position - 1, token]) for token in likeliest}
+        assert likeliest == pytest.approx(expected, abs=1e-4)
 
 
 def test_scales_are_read_bit_for_bit():

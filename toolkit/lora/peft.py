@@ -65,7 +65,11 @@ class PeftConfig(msgspec.Struct, kw_only=True):
             if getattr(self, name):
                 return f"it has {name}, which tk does not support"
         if self.target_parameters:
-            return "it has target_parameters, which tk does not support"
+            listed = ", ".join(self.target_parameters)
+            return (
+                f"it changes parameters, as of experts (target_parameters: {listed}), and tk "
+                f"supports only linear layers"
+            )
         return None
 
     @property

@@ -162,7 +162,7 @@ class Experts:
     up: Source
     down: Source
     bias: bool = False  # of the router and of each projection
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     renormalizes: bool = False  # the chosen scores are divided by their sum
     scale: float = 1.0  # of the weights
     num_groups: int = 1

@@ -211,7 +211,9 @@ def _longrope(rope: _Scaled) -> tuple[torch.Tensor, float]:
     factors = torch.tensor(
         rope.parameters["long_factor" if is_long else "short_factor"], dtype=torch.float32
     )
-    given = rope.parameters.get("attention_factor")
+    # Phi-3.5-MoE has one for each set.
+    own = rope.parameters.get("long_mscale" if is_long else "short_mscale")
+    given = rope.parameters.get("attention_factor") if own is None else own
     if given is not None:
         attention_factor = float(given)
     elif rope.extension <= 1.0:

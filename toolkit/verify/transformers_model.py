@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,14 @@ from toolkit import units
 from toolkit.config import ModelConfig
 from toolkit.hardware import memory
 from toolkit.models.build import load_config
+from toolkit.models.describe import Decoder
+from toolkit.models.fallback.config import FallbackConfig
+from toolkit.models.model_config import ArchitectureConfig
 from toolkit.models.overrides import read_config
+from toolkit.models.registry import describe
 from toolkit.verify.compare import Scored
 from toolkit.weights.dense import read_dense
-from toolkit.weights.formats import QUANTIZATION_FIELDS, Packings
+from toolkit.weights.formats import QUANTIZATION_FIELDS
 
 SPARE = 1.3
 """Memory over that of the weights, for their conversion and for activations."""
@@ -42,7 +46,8 @@ def score(
         )
     model = _load(folder, given)
     if given.quantization is not None:
-        _round_weights(model, given.quantization)
+        is_fallback = isinstance(load_config(folder, given), FallbackConfig)
+        _round_weights(model, given.quantization, with_experts=not is_fallback)
     return [_score(model, list(tokens), num_likeliest) for tokens in sequences]
 
 
@@ -64,22 +69,23 @@ def _load(folder: Path, given: ModelConfig) -> Any:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    packings = load_config(folder, given).packings
+    own = load_config(folder, given)
+    options = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "output_loading_info": True,
+    }
     try:
-        if packings is not None:
-            return _load_dequantized(folder, given, packings)
-        config = transformers.AutoConfig.from_pretrained(folder)
-        if given.overrides:
-            config = type(config).from_dict(read_config(folder, given.overrides))
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-    except UnsupportedError:
-        raise
+        config = _config(folder, given, own)
+        if own.packings is None:
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, config=config, **options
+            )
+        else:
+            with torch.device("meta"):
+                kind = type(transformers.AutoModelForCausalLM.from_config(config))
+            weights = _dequantized(folder, own)
+            model, report = kind.from_pretrained(None, config=config, state_dict=weights, **options)
     except Exception as error:  # Transformers raises many types for what it does not support
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnsupportedError(f"Transformers cannot load it: {text}") from None
@@ -88,48 +94,67 @@ def _load(folder: Path, given: ModelConfig) -> Any:
     return model.eval()
 
 
-def _load_dequantized(folder: Path, given: ModelConfig, packings: Packings) -> Any:
-    """Return the model of a quantized checkpoint with the weights that tk reads from it, in fp32.
+def _config(folder: Path, given: ModelConfig, own: ArchitectureConfig) -> Any:
+    from transformers import AutoConfig
 
-    The comparison is of what the model computes with them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    if own.packings is None and not given.overrides:
+        return AutoConfig.from_pretrained(folder)
     raw = read_config(folder, given.overrides)
     fields = {name: value for name, value in raw.items() if name not in QUANTIZATION_FIELDS}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.dtype = torch.float32
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    report = model.load_state_dict(read_dense(folder, packings, shapes), strict=False)
-    model.tie_weights()
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if missing := sorted(set(report.missing_keys) - tied):
-        raise UnsupportedError(f"Transformers misses tensors of the checkpoint: {missing[0]}")
-    return model.float().eval()
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def _round_weights(model: Any, method: str) -> None:
+def _dequantized(folder: Path, own: ArchitectureConfig) -> dict[str, torch.Tensor]:
+    """Return the weights of a quantized checkpoint as tk reads them, in fp32.
+
+    The comparison is of what the model computes with them."""
+    description = describe(own)
+    assert own.packings is not None
+    assert isinstance(description, Decoder), "others are not read from quantized checkpoints"
+    shapes = {one.name: one.shape for one in description.parameters() if len(one.shape) > 1}
+    return read_dense(folder, own.packings, shapes)
+
+
+def _round_weights(model: Any, method: str, *, with_experts: bool) -> None:
     """Round the weights of linear layers, with a scale for each row or, for int4, group.
 
-    Shares no code with the engine's quantization, which is checked by it."""
+    with_experts: round those of experts, too. Shares no code with the engine's quantization, which
+    is checked by it."""
     head = model.get_output_embeddings()
     for module in model.modules():
-        kind = type(module).__name__
-        if not kind.endswith(("Linear", "Conv1D")) or (module is head and method == "fp8"):
+        if module is head and method == "fp8":
             continue
+        own_method = "int8" if module is head and method == "int4" else method
+        if not with_experts and type(module).__name__.endswith("Experts"):
+            continue
+        for rows in _rows_of(module):
+            _round_rows(rows, own_method)
+
+
+def _rows_of(module: Any) -> Iterator[torch.Tensor]:
+    """Yield views [out, in] of a module's weights that are quantized. A tied table is one too."""
+    kind = type(module).__name__
+    if kind.endswith(("Linear", "Conv1D")):
         weight = module.weight.data
-        # In place: a tied table is the same parameter. Conv1D's weight is transposed.
-        rows = weight.T if kind == "Conv1D" else weight
-        greatest = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        if method == "int8" or (method == "int4" and module is head):
-            scale = greatest / torch.full_like(greatest, 127)
-            rows.copy_((rows * (1 / scale)).round() * scale)
-        elif method == "int4":
-            rows.copy_(_rounded_to_int4(rows))
-        else:
-            limit = torch.full_like(greatest, 448)
-            values = (rows * (limit / greatest)).to(torch.float8_e4m3fn)
-            rows.copy_(values.float() * (greatest / limit))
+        if len(weight) > 1:  # not the gate of a shared expert
+            yield weight.T if kind == "Conv1D" else weight
+    elif kind.endswith("Experts"):
+        for stack in (module.gate_up_proj.data, module.down_proj.data):
+            yield from stack.mT if module.is_transposed else stack
+
+
+def _round_rows(rows: torch.Tensor, method: str) -> None:
+    if method == "int4":
+        rows.copy_(_rounded_to_int4(rows))
+        return
+    greatest = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    if method == "int8":
+        scale = greatest / torch.full_like(greatest, 127)
+        rows.copy_((rows * (1 / scale)).round() * scale)
+    else:
+        limit = torch.full_like(greatest, 448)
+        values = (rows * (limit / greatest)).to(torch.float8_e4m3fn)
+        rows.copy_(values.float() * (greatest / limit))
 
 
 def _rounded_to_int4(rows: torch.Tensor) -> torch.Tensor:

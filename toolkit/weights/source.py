@@ -23,10 +23,11 @@ class Source:
     transpose: bool = False  # the file has [in, out]
     stack: tuple[int, int] | None = None
     """(index, number) of this one of several projections of a shape, which are one tensor."""
+    is_bare: bool = False  # the weight has `name` alone, its bias ends with _bias
 
     def tensor(self, kind: str) -> str:
         """Return the name of a tensor: `weight`, `bias`, or one of a packing."""
-        if self.stack is None:
+        if not self.is_bare:
             return f"{self.name}.{kind}"
         return self.name if kind == "weight" else f"{self.name}_{kind}"
 

@@ -1,6 +1,6 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925): sinks, windows in turn, experts with clamped gates."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toolkit.models.architectures.llama import llama_layer
 from toolkit.models.describe import Decoder, Layer
@@ -54,11 +54,12 @@ class Config(WindowedConfig, kw_only=True):
 
 def describe(config: Config) -> Decoder:
     both = 2 * config.intermediate_size
+    stored: dict[str, Any] = {"transpose": True, "is_bare": True}
 
     def layer(name: str, index: int) -> Layer:
         block, attn = f"{name}.mlp", f"{name}.self_attn"
         gate, up = (
-            Source(f"{block}.experts.gate_up_proj", RowOrder(both, range(nth, both, 2)), True)
+            Source(f"{block}.experts.gate_up_proj", RowOrder(both, range(nth, both, 2)), **stored)
             for nth in range(2)
         )
         experts = gated_experts(
@@ -72,7 +73,7 @@ def describe(config: Config) -> Decoder:
             router=Source(f"{block}.router"),
             gate=gate,
             up=up,
-            down=Source(f"{block}.experts.down_proj", transpose=True),
+            down=Source(f"{block}.experts.down_proj", **stored),
         )
         return llama_layer(
             config,

@@ -1,8 +1,9 @@
 """Granite 3 (Granite Team, 2024): Llama's decoder with multipliers."""
 
+from collections.abc import Callable
 from typing import Any
 
-from toolkit.models.describe import Branch, Decoder, Head, Layer
+from toolkit.models.describe import MLP, Branch, Decoder, Experts, Head, Layer
 from toolkit.models.model_config import DecoderConfig
 from toolkit.models.parts import attention, decoder, gated_mlp, rms_norm
 
@@ -19,15 +20,24 @@ class Config(DecoderConfig, kw_only=True):
 
 
 def describe(config: Config) -> Decoder:
+    return granite_decoder(
+        config, lambda name: gated_mlp(config, f"{name}.mlp", bias=config.mlp_bias)
+    )
+
+
+def granite_decoder(config: Any, mlp: Callable[[str], MLP | Experts]) -> Decoder:
+    """Describe a decoder with Granite's multipliers. `mlp`: of a layer, given its name."""
     bias, scale = config.attention_bias, config.residual_multiplier
 
     def layer(name: str, index: int) -> Layer:
         options: dict[str, Any] = {"bias": bias, "out_bias": bias, "rope": config.rope()}
         attn = attention(config, f"{name}.self_attn", scale=config.attention_multiplier, **options)
-        mlp = gated_mlp(config, f"{name}.mlp", bias=config.mlp_bias)
         attn_norm = rms_norm(config, f"{name}.input_layernorm")
         mlp_norm = rms_norm(config, f"{name}.post_attention_layernorm")
-        return ((Branch(attn, attn_norm, None, scale),), (Branch(mlp, mlp_norm, None, scale),))
+        return (
+            (Branch(attn, attn_norm, None, scale),),
+            (Branch(mlp(name), mlp_norm, None, scale),),
+        )
 
     return decoder(
         config,

@@ -1,8 +1,10 @@
 """Mixtral (Jiang et al., 2024, arXiv:2401.04088): Mistral's decoder with experts."""
 
+from typing import Any
+
 from toolkit.models.architectures import mistral
 from toolkit.models.architectures.llama import llama_layer
-from toolkit.models.describe import Decoder, Layer
+from toolkit.models.describe import Decoder, Experts, Layer
 from toolkit.models.model_config import Size
 from toolkit.models.parts import decoder, gated_experts, rms_norm
 from toolkit.weights.source import Source
@@ -21,17 +23,19 @@ class Config(mistral.Config, kw_only=True):
 
 def describe(config: Config) -> Decoder:
     def layer(name: str, index: int) -> Layer:
-        block = f"{name}.block_sparse_moe"
-        names = {"gate": "w1", "down": "w2", "up": "w3"}
-        sources = {part: Source(f"{block}.experts.{{}}.{own}") for part, own in names.items()}
-        experts = gated_experts(
-            config,
-            block,
-            (config.num_local_experts, config.num_experts_per_tok),
-            size=config.intermediate_size,
-            renormalizes=True,
-            **sources,
-        )
+        experts = mixtral_experts(config, f"{name}.block_sparse_moe")
         return llama_layer(config, name, mlp=experts, window=config.window(index))
 
     return decoder(config, layer, rms_norm(config, "model.norm"))
+
+
+def mixtral_experts(config: Any, name: str, **options: Any) -> Experts:
+    """Describe experts with Mixtral's names. `options`: other fields of `Experts`."""
+    names = {"gate": "w1", "down": "w2", "up": "w3"}
+    sources = {part: Source(f"{name}.experts.{{}}.{own}") for part, own in names.items()}
+    return gated_experts(
+        config,
+        name,
+        (config.num_local_experts, config.num_experts_per_tok),
+        **{"size": config.intermediate_size, "renormalizes": True, **sources, **options},
+    )
