@@ -279,7 +279,7 @@ def make_scheduler(plan: Plan) -> Scheduler:
             most_drafts=plan.most_drafts,
         )
     if plan.schedules_singly:
-        scheduler._schedule_batch = lambda step: False
+        scheduler.planner.schedule_batch = lambda step: False
     return scheduler
 
 
@@ -390,9 +390,7 @@ def check_ownership(scheduler: Scheduler) -> None:
     assert len(set(on_host)) == len(on_host)
     assert len(on_host) + scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
     taken = [request.row for request in scheduler.running]
-    assert sorted(taken + scheduler._free_rows) == list(
-        range(len(taken) + len(scheduler._free_rows))
-    )
+    assert sorted(taken + scheduler.rows.free) == list(range(len(taken) + len(scheduler.rows.free)))
     for request in scheduler.requests:
         if request not in scheduler.running:
             assert not request.blocks
