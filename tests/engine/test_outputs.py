@@ -93,7 +93,7 @@ class TestClients:
             request_of(1, client=3, n=2),
         ):
             core.add(request)
-        requests = dict(core.scheduler._requests)
+        requests = list(core.scheduler.requests)
         tokens_of = run(core)
         assert {(client, number) for client in tokens_of for number in tokens_of[client]} == {
             (0, 0),
@@ -101,7 +101,7 @@ class TestClients:
             (3, 1),
             (3, 2),
         }
-        for request in requests.values():
+        for request in requests:
             assert tokens_of[request.client][request.number] == request.output_token_ids
         assert [len(tokens) for tokens in tokens_of[3].values()] == [9, 12, 12]
 
@@ -148,7 +148,7 @@ class TestFinalOnly:
         core = make_core()
         core.add(request_of(0, is_final_only=True, max_tokens=30))
         core.add(request_of(1, max_tokens=40))
-        (request,) = (r for r in core.scheduler._requests.values() if r.spec.is_final_only)
+        (request,) = (r for r in core.scheduler.requests if r.spec.is_final_only)
         messages = []
         while core.has_work:
             messages.append(core.step()[0])

@@ -76,9 +76,9 @@ def run(case, settings: dict) -> None:
     """Check all answers, and that requests were preempted, and swapped, as `settings` demand."""
     llm = case.engine(device="cpu", **settings)
     scheduler, preempted, swaps = llm._core.scheduler, [], []
-    take, close = scheduler.take_stats, scheduler._close
+    take, schedule = scheduler.take_stats, scheduler.schedule
     scheduler.take_stats = lambda: (stats := take(), preempted.append(stats.num_preemptions))[0]
-    scheduler._close = lambda step: (swaps.append(len(step.swap_out)), close(step))[1]
+    scheduler.schedule = lambda: (step := schedule(), step and swaps.append(len(step.swap_out)))[0]
     case.assert_greedy(generate(llm, case.prompts))
     assert (sum(preempted) > 0) == ("num_gpu_blocks_override" in settings)
     assert (sum(swaps) > 0) == (settings.get("swap_space", 0.0) > 0)

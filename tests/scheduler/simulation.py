@@ -76,13 +76,13 @@ class Row:
 class Device:
     """Executes steps like a worker. Raises AssertionError where a worker would compute garbage."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.block_size, self.max_loras = scheduler.block_size, scheduler.max_loras
-        self.most_drafts = scheduler._rows.draft_tokens.shape[1]
-        self.samples_elsewhere = scheduler.num_stages > 1
+    def __init__(self, plan: Plan) -> None:
+        self.block_size, self.max_loras = plan.block_size, plan.max_loras
+        self.most_drafts = plan.most_drafts
+        self.samples_elsewhere = plan.num_stages > 1
         """A first stage: it knows only tokens that the step brings."""
-        self.cache = np.full((scheduler.pool.num_blocks, self.block_size), GARBAGE, np.int64)
-        self.host = np.full((scheduler.host_pool.num_blocks, self.block_size), GARBAGE, np.int64)
+        self.cache = np.full((plan.num_blocks, self.block_size), GARBAGE, np.int64)
+        self.host = np.full((plan.num_host_blocks, self.block_size), GARBAGE, np.int64)
         self.rows: dict[int, Row] = {}
         self.adapters = {0: ""}  # keys by slot
         self.prefix_ids: dict[tuple[int | str, int], int] = {}
@@ -279,14 +279,14 @@ def make_scheduler(plan: Plan) -> Scheduler:
             most_drafts=plan.most_drafts,
         )
     if plan.schedules_singly:
-        scheduler._schedule_batch = lambda step: False
+        scheduler.planner.schedule_batch = lambda step: False
     return scheduler
 
 
 def run(plan: Plan) -> Outcome:
     """Run a plan to its end like the engine's loop. Checks all invariants at every step."""
     scheduler = make_scheduler(plan)
-    device, outcome = Device(scheduler), Outcome(scheduler)
+    device, outcome = Device(plan), Outcome(scheduler)
     steps: deque[tuple[SchedulerOutput, ModelOutput | str]] = deque()
     for number, request in enumerate(plan.requests):
         request.number = number
@@ -297,7 +297,7 @@ def run(plan: Plan) -> Outcome:
     turn = -1
     while arrivals or scheduler.num_unfinished or steps:
         turn += 1
-        assert turn < limit, f"not finished after {turn} turns: {list(scheduler._requests)}"
+        assert turn < limit, f"not finished after {turn} turns: {list(scheduler.requests)}"
         while arrivals and arrivals[0][0] <= turn:
             for request in arrivals.pop(0)[1]:
                 scheduler.add(request)
@@ -311,7 +311,8 @@ def run(plan: Plan) -> Outcome:
                 break
             check_step(scheduler, step, budget)
             outcome.num_swaps += len(step.swap_in)
-            scheduled = scheduler._in_flight[step.step].requests
+            by_row = {request.row: request for request in scheduler.running}
+            scheduled = [by_row[row] for row in step.rows.tolist()]
             failure = plan.failures.get(step.step)
             for request, samples in zip(scheduled, step.samples.tolist(), strict=True):
                 known = request.num_known_tokens - request.num_prompt_tokens
@@ -349,7 +350,7 @@ def run(plan: Plan) -> Outcome:
                     outcome.first_token.setdefault(request.id, turn)
         check_ownership(scheduler)
         outcome.num_preemptions += scheduler.take_stats().num_preemptions
-    check_all_is_free(scheduler)
+    check_all_is_free(scheduler, plan)
     for request in plan.requests:
         if not request.spec.is_final_only or request.finish_reason in (
             FinishReason.STOP,
@@ -379,30 +380,28 @@ def check_ownership(scheduler: Scheduler) -> None:
     """Check that reference counts match the block tables, and unreferenced blocks are free once."""
     holders = Counter(block for request in scheduler.running for block in request.blocks)
     pool = scheduler.pool
-    assert [holders[block] for block in range(pool.num_blocks)] == pool._references
-    assert sorted(pool._free) == [block for block in range(pool.num_blocks) if not holders[block]]
+    blocks = range(pool.num_blocks)
+    assert [holders[block] for block in blocks] == [pool.num_references(block) for block in blocks]
+    assert pool.num_free == pool.num_blocks - len(holders)
     for request in scheduler.running:
         assert request.status is RequestStatus.RUNNING
         assert len(set(request.blocks)) == len(request.blocks)
-    on_host = [block for request in scheduler._requests.values() for block in request.host_blocks]
-    assert sorted(on_host + scheduler.host_pool._free) == list(
-        range(scheduler.host_pool.num_blocks)
-    )
+    on_host = [block for request in scheduler.requests for block in request.host_blocks]
+    assert len(set(on_host)) == len(on_host)
+    assert len(on_host) + scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
     taken = [request.row for request in scheduler.running]
-    assert sorted(taken + scheduler._free_rows) == list(
-        range(len(taken) + len(scheduler._free_rows))
-    )
-    for request in scheduler._requests.values():
+    assert sorted(taken + scheduler.rows.free) == list(range(len(taken) + len(scheduler.rows.free)))
+    for request in scheduler.requests:
         if request not in scheduler.running:
             assert not request.blocks
             assert request.row == -1
 
 
-def check_all_is_free(scheduler: Scheduler) -> None:
+def check_all_is_free(scheduler: Scheduler, plan: Plan) -> None:
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
     assert not scheduler.running
-    assert not any(place.num_users for place in scheduler.adapters._places.values())
+    assert not any(scheduler.adapters.num_users(adapter_of(one)) for one in plan.requests)
     assert scheduler.num_waiting == scheduler.num_steps_in_flight == 0
     assert scheduler.schedule() is None
 

@@ -196,8 +196,7 @@ def test_a_reset_evicts_the_cache_and_keeps_running_requests():
     from tests.scheduler.simulation import Device, make_scheduler
 
     plan = Plan(num_blocks=60, budget=100)
-    scheduler = make_scheduler(plan)
-    device = Device(scheduler)
+    scheduler, device = make_scheduler(plan), Device(plan)
     running = make_request("running", [2] * 12, max_tokens=20, ignore_eos=True)
     scheduler.add(running)
     for turn in range(30):
@@ -230,8 +229,8 @@ def test_a_preempted_request_finds_its_generated_blocks():
     """Its blocks are found unless they were reused. The first ones are reused last."""
     from tests.scheduler.simulation import Device, make_scheduler
 
-    scheduler = make_scheduler(Plan(num_blocks=14, budget=100))
-    device = Device(scheduler)
+    plan = Plan(num_blocks=14, budget=100)
+    scheduler, device = make_scheduler(plan), Device(plan)
     first, second = (
         make_request(f"{i}", [i] * 5, max_tokens=30, ignore_eos=True, seed=i) for i in (2, 3)
     )

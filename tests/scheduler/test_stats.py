@@ -6,7 +6,7 @@ from typing import get_args, get_type_hints
 
 from toolkit.config import SchedulerConfig
 from toolkit.metrics import Metrics
-from toolkit.scheduler.policy import POLICIES
+from toolkit.scheduler.queue import POLICIES
 from toolkit.scheduler.stats import COUNTERS, EngineStats, total
 
 

@@ -24,14 +24,15 @@ def test_answers_are_those_of_one_rank_without_drafts(tmp_path: Path, sharded: s
     plain.shutdown()
     config = {"method": "ngram", "prompt_lookup_min": 1}
     llm = LLM(str(folder), **SETTINGS, **{sharded: 2}, speculative_config=config)
-    count, total = llm._core.scheduler._count_drafts, [0, 0]
+    take, total = llm._core.scheduler.take_stats, [0, 0]
 
-    def counting(num_drafts, num_accepted):
-        total[0] += num_drafts.sum()
-        total[1] += num_accepted.sum()
-        count(num_drafts, num_accepted)
+    def counting():
+        stats = take()
+        total[0] += stats.spec_decode_num_draft_tokens
+        total[1] += stats.spec_decode_num_accepted_tokens
+        return stats
 
-    llm._core.scheduler._count_drafts = counting
+    llm._core.scheduler.take_stats = counting
     assert [answers(llm, prompts, **params) for params in CASES.values()] == expected
     llm.shutdown()
     assert 0 < total[1] < total[0]

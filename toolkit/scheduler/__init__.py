@@ -4,9 +4,9 @@ Each step, `Scheduler` gives every request some tokens under one budget, so that
 `num_computed_tokens` catches up with `num_tokens`. There is no prefill phase and no decode phase:
 that one contract covers chunked prefill, prefix cache hits, preemption and resumption.
 
-There are three layers, each a subclass of the one before: `live_requests` keeps the requests with
-their blocks and rows, `planner` makes the steps, `scheduler` applies their results and recovers
-from failures."""
+`Scheduler` owns the parts: a `RequestQueue`, the `RunningRequests` with their `Rows`,
+`BlockTables` and adapters, a `Planner`, which makes the steps, and a `TokenAppender`, which takes
+in their results."""
 
 from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
 from toolkit.scheduler.output import (

@@ -85,6 +85,9 @@ class BlockPool:
             found.append(block)
         return found
 
+    def num_references(self, block: int) -> int:
+        return self._references[block]
+
     def num_free_among(self, blocks: Sequence[int]) -> int:
         """Return how many of the blocks are free: sharing them leaves fewer to allocate."""
         return sum(self._references[block] == 0 for block in blocks)

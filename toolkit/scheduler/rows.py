@@ -20,7 +20,13 @@ class Rows:
     at p modulo the width; the request copies them before they are overwritten
     (`Request.flush_tail`)."""
 
-    def __init__(self, num_rows: int, block_size: int, most_drafts: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, block_size: int, max_model_len: int, most_drafts: int = 0
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.free = list(range(num_rows - 1, -1, -1))
+        """Rows without a request. The last one is taken next."""
+        self.num_released = 0  # times that a request left its row
         self.counts = np.zeros((NUM_COUNTS, num_rows), np.int32)
         self.computed, self.tokens, self.in_flight = self.counts[:3]
         self.prompts = np.zeros(num_rows, np.int32)  # tokens of the prompt
@@ -51,12 +57,13 @@ class Rows:
         self.width = 2 * self.flush_every * block_size
         self.tails = np.zeros((num_rows, self.width), np.int32)
 
-    def place(self, request: Request, row: int, step: int, max_model_len: int) -> None:
-        """Give a row to a request that has its blocks."""
+    def place(self, request: Request, step: int) -> None:
+        """Give a free row to a request that has its blocks, from this step on."""
+        row = self.free.pop()
         request.enter(row, self.counts[:, row], self.tails[row])
         self.capacity[row] = len(request.blocks) * self._block_size
         self.prompts[row] = request.num_prompt_tokens
-        self.limit[row] = request.length_limit(max_model_len)
+        self.limit[row] = request.length_limit(self.max_model_len)
         self.stops_from[row] = request.stops_from
         self.taken_at[row] = step
         self.is_final_only[row] = request.spec.is_final_only
@@ -72,6 +79,8 @@ class Rows:
         """Take the row from a request, which keeps its counts and tokens."""
         self.taken_at[request.row] = NO_STEP
         self.constrained[request.row] = False
+        self.free.append(request.row)
+        self.num_released += 1
         request.leave()
 
     def append_ones(self, rows: npt.NDArray[np.intp], token_ids: IntArray) -> npt.NDArray[np.bool_]:

@@ -1,24 +1,26 @@
-"""Scheduler: plans steps (`planner`), takes in their tokens, and recovers from failed ones."""
+"""Scheduler: chooses the requests of each step, takes in its tokens, and recovers from failures."""
 
-from itertools import zip_longest
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from toolkit.scheduler.output import IntArray, ModelOutput, PromptLogprobs, SchedulerOutput
+from toolkit.scheduler.block_tables import BlockTables
+from toolkit.scheduler.output import ModelOutput, SchedulerOutput
+from toolkit.scheduler.places import Places
 from toolkit.scheduler.planner import Planner
+from toolkit.scheduler.queue import RequestQueue, Suspects
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
-from toolkit.scheduler.step import (
-    BoolArray,
-    RowArray,
-    StepBuilder,
-    StepInFlight,
-    StepResult,
-    StepResults,
-)
+from toolkit.scheduler.results import TokenAppender
+from toolkit.scheduler.rows import NO_TOKEN, Rows
+from toolkit.scheduler.running import RunningRequests
+from toolkit.scheduler.speculation import StepCosts
+from toolkit.scheduler.stats import EngineStats, StatsRecorder
+from toolkit.scheduler.step import StepLimits, StepResults
+from toolkit.sequence import Adapter
 
 
-class Scheduler(Planner):
+class Scheduler:
     """Gives requests tokens in each step, running ones first, under one token budget.
 
     There is no prefill phase and no decode phase. A request is behind by `num_tokens_to_compute`;
@@ -28,155 +30,186 @@ class Scheduler(Planner):
     Steps may be scheduled before the tokens of earlier ones are known. Each running request is then
     assumed to continue by one token; tokens past its end are dropped in `update`."""
 
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: str = "fcfs",
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        chunks_prompts: bool = True,
+        num_stages: int = 1,
+        max_loras: int = 0,
+        most_drafts: int = 0,
+        most_step_drafts: int = 0,
+        step_seconds: Sequence[tuple[int, float]] = (),
+        verify_seconds: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        """`chunks_prompts`, `num_stages`: see `StepLimits`.
+
+        `max_loras`: adapters that running requests may have.
+        `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
+        do. `step_seconds`, `verify_seconds`: see `StepCosts`."""
+        self.enable_prefix_caching = enable_prefix_caching
+        self.ended_with_adapter: list[Request] = []
+        """Requests that had an adapter. The owner empties it."""
+        self._requests: dict[str, Request] = {}
+        self._num_by_adapter: Counter[Adapter] = Counter()  # requests that have not ended
+        self._num_arrivals = 0
+        self._stats = StatsRecorder()
+        self._limits = StepLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_stages=num_stages,
+            chunks_prompts=chunks_prompts,
+            most_drafts=most_step_drafts or max_num_seqs * most_drafts,
+        )
+        self._queue = RequestQueue(policy)
+        self._suspects = Suspects()
+        self._blocks = BlockTables(num_blocks, num_host_blocks, block_size)
+        self.pool, self.host_pool = self._blocks.pool, self._blocks.host_pool
+        self.rows = Rows(max_num_seqs, block_size, max_model_len, most_drafts)
+        self.adapters = Places[Request](max_loras)
+        """The devices' places for adapters, by the adapters' keys."""
+        self.running = RunningRequests(
+            self._queue, self.rows, self._blocks, self.adapters, self._stats
+        )
+        self.planner = Planner(
+            self._limits,
+            StepCosts(step_seconds, verify_seconds),
+            queue=self._queue,
+            running=self.running,
+            suspects=self._suspects,
+            rows=self.rows,
+            blocks=self._blocks,
+            adapters=self.adapters,
+            stats=self._stats,
+        )
+        self._appender = TokenAppender(self.rows, self._stats, self._finish)
+
+    # ---- requests
+
+    def add(self, request: Request, *, is_queued: bool = True) -> None:
+        """Add a request. Raises ValueError if it does not fit into the whole cache.
+
+        `is_queued`: it may be scheduled at once, not only after `enqueue`."""
+        longest = min(request.num_prompt_tokens + request.spec.max_tokens, self.rows.max_model_len)
+        if self._blocks.num_for(longest) > self.pool.num_blocks:
+            raise ValueError(
+                f"the request needs up to {longest} tokens of KV cache and all of it holds "
+                f"{self.pool.num_blocks * self._blocks.block_size}"
+            )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.id] = request
+        if request.spec.adapter is not None:
+            self._num_by_adapter[request.spec.adapter] += 1
+        if is_queued:
+            self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """Put a waiting request into the queue, unless it has ended."""
+        self._queue.push(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request and free what it holds. Return None if it is unknown or has ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, FinishReason.ABORT)
+        return request
+
+    def abort_client(self, client: int) -> int:
+        """End all requests of a client. Returns their number."""
+        ending = [request for request in self._requests.values() if request.client == client]
+        for request in ending:
+            self._finish(request, FinishReason.ABORT)
+        return len(ending)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """All requests that have not ended."""
+        return self._requests.values()
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self.running)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.SWAPPED:
+            self._blocks.release_host(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.id]
+        if (adapter := request.spec.adapter) is not None:
+            self.ended_with_adapter.append(request)
+            self._num_by_adapter[adapter] -= 1
+            if not self._num_by_adapter[adapter]:
+                del self._num_by_adapter[adapter]
+        self._suspects.remove(request)
+
+    # ---- steps
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Return the next step, or None if all wait for the tokens of steps in flight."""
+        return self.planner.plan()
+
+    def first_scheduled(self, output: SchedulerOutput) -> list[Request]:
+        """Return the requests that this step, the latest, runs for the first time."""
+        admitted = self.planner.in_flight[output.step].admitted
+        return [request for request in admitted if not request.num_preemptions]
+
+    def constrained(self, output: SchedulerOutput) -> list[tuple[Request, list[int]]]:
+        """Return the requests of a step in flight that a grammar constrains, with their drafts."""
+        requests = self.planner.in_flight[output.step].requests
+        found = []
+        for index in output.constrained.tolist():
+            request = requests[index]
+            count = output.num_drafts.item(index) if len(output.num_drafts) else 0
+            drafts = self.rows.draft_tokens[request.row, :count].tolist()
+            found.append((request, drafts if request.row >= 0 else [NO_TOKEN] * count))
+        return found
+
     def update(self, output: SchedulerOutput, result: ModelOutput) -> StepResults:
         """Append a step's tokens and end the requests that are done."""
-        self._stats.late_compilations += result.num_compiled
-        step = self._in_flight.pop(output.step, None)
+        self._stats.current.late_compilations += result.num_compiled
+        step = self.planner.in_flight.pop(output.step, None)
         if step is None:  # dropped after a failure
             return StepResults(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
-        others = self._new_prompt_logprobs(step, result)
         which = np.flatnonzero(output.samples)
-        results = self._append_all(step, which, output, result)
-        results.others = others + results.others
-        if not self._suspects:
-            self._num_unexplained_failures = 0
-        elif any(step.requests[index] is self._suspects[0] for index in which.tolist()):
-            self._clear_suspect(self._suspects.pop(0))
+        results = self._appender.append(step, which, output, result)
+        suspect = self._suspects.current
+        if suspect is None:
+            self._suspects.num_failures = 0
+        elif any(step.requests[index] is suspect for index in which.tolist()):
+            self._clear_suspect(suspect)
         return results
 
-    def _append_all(
-        self, step: StepInFlight, which: RowArray, output: SchedulerOutput, result: ModelOutput
-    ) -> StepResults:
-        """Append the tokens of the requests that sampled: `which`, as indices into the step."""
-        rows, drafts = step.rows.take(which), result.drafts
-        is_current = step.num_rows_released == self._num_rows_released
-        if result.counts is None and drafts is None and is_current:
-            return self._append_ones(step, which, rows, result)
-        table, others, token_ids = self._rows, list[StepResult](), result.token_ids
-        num_sampled = output.num_sampled
-        counts = num_sampled if result.counts is None else result.counts
-        firsts = (counts.cumsum() - counts).astype(np.int64)
-        if not is_current:
-            stays = table.taken_at.take(rows) <= output.step
-            for at in np.flatnonzero(~stays).tolist():
-                late, first, count = step.requests[which.item(at)], firsts.item(at), counts.item(at)
-                late.reject(num_sampled.item(at) - count)
-                others += self._append_late(late, first, token_ids[first : first + count], result)
-            which, rows, firsts = which[stays], rows[stays], firsts[stays]
-            num_sampled, counts = num_sampled[stays], counts[stays]
-            drafts = None if drafts is None else drafts[stays]
-        if drafts is not None:
-            table.offer(rows, drafts)
-            self._count_drafts(num_sampled - 1, counts - 1)
-        kept, told = table.append(rows, token_ids, firsts, num_sampled, counts)
-        told |= table.needs_own_output.take(rows)
-        silent = told | table.is_final_only.take(rows)
-        results = self._results(rows, token_ids, firsts, counts, ~silent)
-        results.others = others
-        for at in np.flatnonzero(told).tolist() if np.count_nonzero(told) else ():
-            request, first = step.requests[which.item(at)], firsts.item(at)
-            tokens = token_ids[first : first + kept.item(at)].tolist()
-            if not request.spec.is_final_only:
-                earlier = enumerate(tokens[:-1], first)
-                others += [
-                    StepResult(request, token, sample, is_newest=False) for sample, token in earlier
-                ]
-            others.append(self._result_of(request, tokens[-1], first + len(tokens) - 1, result))
-        return results
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that run at once. Out of memory lowers it."""
+        return self._limits.max_num_seqs
 
-    def _append_ones(
-        self, step: StepInFlight, which: RowArray, rows: RowArray, result: ModelOutput
-    ) -> StepResults:
-        """Append one token to each of the rows: `_append_all` for steps without drafts."""
-        table, token_ids, samples = self._rows, result.token_ids, np.arange(len(which))
-        told = table.append_ones(rows, token_ids)
-        told |= table.needs_own_output.take(rows)
-        silent = told | table.is_final_only.take(rows)
-        clients, numbers = table.clients.take(rows), table.numbers.take(rows)
-        if not np.count_nonzero(silent):
-            return StepResults(clients, numbers, token_ids, [], samples)
-        plain, others = ~silent, list[StepResult]()
-        for at in np.flatnonzero(told).tolist():
-            request = step.requests[which.item(at)]
-            others.append(self._result_of(request, token_ids.item(at), at, result))
-        return StepResults(clients[plain], numbers[plain], token_ids[plain], others, samples[plain])
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of a step. Out of memory lowers it."""
+        return self._limits.max_num_batched_tokens
 
-    def _count_drafts(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
-        """Add a step's drafts to the statistics."""
-        stats = self._stats
-        if not np.count_nonzero(num_drafts):
-            return
-        stats.spec_decode_num_drafts += int(np.count_nonzero(num_drafts))
-        stats.spec_decode_num_draft_tokens += int(num_drafts.sum())
-        stats.spec_decode_num_accepted_tokens += int(num_accepted.sum())
-        places = np.arange(num_drafts.max())
-        counts = np.count_nonzero(num_accepted[:, None] > places, axis=0).tolist()
-        both = zip_longest(stats.accepted_per_position, counts, fillvalue=0)
-        stats.accepted_per_position = [before + now for before, now in both]
-
-    def _results(
-        self,
-        rows: RowArray,
-        token_ids: IntArray,
-        firsts: npt.NDArray[np.int64],
-        counts: IntArray,
-        plain: BoolArray,
-    ) -> StepResults:
-        """Return the results of the plain rows, one for each token."""
-        if np.count_nonzero(plain) < len(rows):
-            rows, firsts, counts = rows[plain], firsts[plain], counts[plain]
-        clients, numbers = self._rows.clients.take(rows), self._rows.numbers.take(rows)
-        if len(token_ids) == len(rows):
-            return StepResults(clients, numbers, token_ids, [], firsts)
-        samples = np.arange(counts.sum()) + np.repeat(firsts - (counts.cumsum() - counts), counts)
-        clients, numbers = np.repeat(clients, counts), np.repeat(numbers, counts)
-        return StepResults(clients, numbers, token_ids.take(samples), [], samples)
-
-    def _append_late(
-        self, request: Request, first: int, token_ids: IntArray, result: ModelOutput
-    ) -> list[StepResult]:
-        """Append tokens of a request that has left its row since."""
-        results: list[StepResult] = []
-        for sample, token_id in enumerate(token_ids.tolist(), first):
-            if request.is_finished:
-                break
-            request.append(token_id)
-            results.append(self._result_of(request, token_id, sample, result))
-        for earlier in results[:-1]:
-            earlier.is_newest = False
-        return results[-1:] * request.is_finished if request.spec.is_final_only else results
-
-    def _result_of(
-        self, request: Request, token_id: int, sample: int, result: ModelOutput
-    ) -> StepResult:
-        """Return a request's result with its newest token. Ends the request if it is done."""
-        if token_id < 0:
-            request.drop_last()
-            reason, error = _no_token_reason(request, result.failures.get(sample))
-            self._finish(request, reason)
-            return StepResult(request, error=error)
-        if request.num_known_tokens >= request.stops_from and token_id in request.ending_token_ids:
-            request.stop_reason = token_id if token_id in request.stop_token_ids else None
-            self._finish(request, FinishReason.STOP)
-        elif request.num_known_tokens >= request.length_limit(self.max_model_len):
-            self._finish(request, FinishReason.LENGTH)
-        elif request.row >= 0:
-            self._rows.needs_own_output[request.row] = request.needs_own_output
-        return StepResult(request, token_id, sample)
-
-    def _new_prompt_logprobs(self, step: StepInFlight, result: ModelOutput) -> list[StepResult]:
-        """Return the prompt positions of this step that were not reported before a preemption."""
-        results = []
-        for index, found in result.prompt_logprobs.items():
-            request, records = step.requests[index], found.records
-            skip = request.num_prompt_logprobs + 1 - found.start
-            if request.is_finished or skip >= len(records):
-                continue
-            skip = max(skip, 0)
-            request.num_prompt_logprobs += len(records) - skip
-            prompt_logprobs = PromptLogprobs(found.start + skip, records[skip:])
-            results.append(StepResult(request, prompt_logprobs=prompt_logprobs))
-        return results
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self.planner.in_flight)
 
     # ---- when a step fails
 
@@ -186,67 +219,62 @@ class Scheduler(Planner):
         Out of memory halves the budget and the number of running requests. Any other failure runs
         the step's requests one at a time until the one that fails alone is found. Return the
         requests that end with an error."""
-        step = self._in_flight.get(output.step)
-        requests = (
-            []
-            if step is None
-            else [request for request in step.requests if not request.is_finished]
-        )
+        step = self.planner.in_flight.get(output.step)
+        scheduled = [] if step is None else step.requests
+        requests = [request for request in scheduled if not request.is_finished]
         tokens = output.total_tokens
         self.drop_steps_in_flight()
         given_up: list[Request] = []
-        if out_of_memory and (len(requests) > 1 or tokens > self.block_size):
-            self.max_num_batched_tokens = max(1, min(self.max_num_batched_tokens, tokens) // 2)
-            self.max_num_seqs = max(1, min(self.max_num_seqs, len(requests) + 1) // 2)
-        elif len(requests) <= 1 or self._num_unexplained_failures >= 3:
+        if out_of_memory and (len(requests) > 1 or tokens > self._blocks.block_size):
+            self._limits.halve(tokens, len(requests))
+        elif len(requests) <= 1 or self._suspects.num_failures >= 3:
             given_up = requests
         elif not out_of_memory:
-            self._num_unexplained_failures += 1
-            self._suspects = sorted(requests, key=self._rank)
+            self._suspects.try_alone(sorted(requests, key=self._queue.rank))
         for request in given_up:
             self._finish(request, FinishReason.ERROR)
         return given_up
 
-    def _clear_suspect(self, request: Request) -> None:
-        """Requeue a suspect that caught up alone, so that the next one has the whole cache."""
-        if self._suspects:
-            self.running.remove(request)
-            self._preempt(request, StepBuilder(budget=0), swap=False)
-
     def drop_steps_in_flight(self) -> None:
         """Recompute all requests and empty the prefix cache: what was written is unknown."""
-        self._in_flight.clear()
-        step = StepBuilder(budget=0)
+        self.planner.in_flight.clear()
         while self.running:
-            self._preempt(self.running.pop(), step, swap=False)
+            self.running.preempt(self.running.requests[-1], swap=False)
         for request in self._requests.values():
             request.drop_in_flight()
             if request.status is RequestStatus.SWAPPED:
-                self.host_pool.release(request.host_blocks)
-                request.host_blocks = []
+                self._blocks.release_host(request)
                 request.num_computed_tokens = 0
                 request.status = RequestStatus.PREEMPTED
         self.pool.evict_all()
         self.adapters.clear()
 
+    def _clear_suspect(self, request: Request) -> None:
+        """Requeue a suspect that caught up alone, so that the next one has the whole cache."""
+        self._suspects.clear_current()
+        if self._suspects.current is not None:
+            self.running.preempt(request, swap=False)
 
-def _no_token_reason(request: Request, failure: str | None) -> tuple[FinishReason, str]:
-    """Return why a request found no token to sample. `failure`: of its logits processor."""
-    if failure is not None:
-        return FinishReason.ERROR, failure
-    params = request.params
-    bound = params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
-    if request.grammar is not None and bound:
-        return FinishReason.INVALID, (
-            "no token is allowed by both the structured output and allowed_token_ids, bad_words or "
-            "logit_bias; relax one of them"
-        )
-    nonsense = "the model's logits are not finite (NaN or infinity)"
-    if params.extra_args:
-        names = ", ".join(params.extra_args)
-        return FinishReason.ERROR, (
-            f"the logits processors that read {names} leave no token, or {nonsense}"
-        )
-    if params.allowed_token_ids or params.bad_words_token_ids:
-        return FinishReason.ERROR, f"allowed_token_ids and bad_words leave no token, or {nonsense}"
-    return FinishReason.ERROR, nonsense
+    # ---- statistics
+
+    def take_stats(self) -> EngineStats:
+        """Return the present gauges and the counts since the last call."""
+        stats = self._stats.take()
+        stats.num_running = len(self.running.requests)
+        stats.num_waiting = len(self._requests) - stats.num_running
+        stats.kv_cache_usage = self.pool.usage
+        stats.block_times = self.pool.watch.take()
+        return stats
+
+    def count_by_adapter(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """Return how many requests run and wait, by adapter. `names`: those without any, too."""
+        counts = dict.fromkeys(names, (0, 0))
+        for adapter, count in self._num_by_adapter.items():  # maybe two revisions of one name
+            running, waiting = counts.get(adapter.name, (0, 0))
+            now = self.adapters.num_users(adapter.key)
+            counts[adapter.name] = running + now, waiting + count - now
+        return counts
+
+    def reset_prefix_cache(self) -> None:
+        """Evict all cached content. Running requests keep their own blocks."""
+        self.pool.evict_all()

@@ -35,6 +35,18 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Requests that run and that wait, for each LoRA adapter in memory. None: as before."""
 
 
+class StatsRecorder:
+    """Counts since the last report, which several parts of the scheduler add to."""
+
+    def __init__(self) -> None:
+        self.current = EngineStats()
+
+    def take(self) -> EngineStats:
+        """Return the counts since the last call."""
+        taken, self.current = self.current, EngineStats()
+        return taken
+
+
 _HINTS = get_type_hints(EngineStats, include_extras=True)
 COUNTERS = tuple(name for name, hint in _HINTS.items() if hint is Counter)
 

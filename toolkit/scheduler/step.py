@@ -89,6 +89,24 @@ class BatchPart:
 
 
 @dataclass(slots=True)
+class StepLimits:
+    """Most that a step and its requests may have."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_stages: int = 1
+    """Pipeline stages; that many steps in flight have different requests."""
+    chunks_prompts: bool = True
+    """A prompt may span several steps; else a long one gets its own step."""
+    most_drafts: int = 0  # that all requests together verify
+
+    def halve(self, num_tokens: int, num_requests: int) -> None:
+        """Allow half of a step that was too large for the memory."""
+        self.max_num_batched_tokens = max(1, min(self.max_num_batched_tokens, num_tokens) // 2)
+        self.max_num_seqs = max(1, min(self.max_num_seqs, num_requests + 1) // 2)
+
+
+@dataclass(slots=True)
 class StepBuilder:
     """A step being built: a batch of running requests, then others one by one."""
 
@@ -112,6 +130,48 @@ class StepBuilder:
     @property
     def num_requests(self) -> int:
         return len(self.requests) + (0 if self.together is None else len(self.together.requests))
+
+    def add(self, request: Request, num_tokens: int, samples: bool, num_drafts: int) -> None:
+        """Add a request's next tokens."""
+        computed = request.num_computed_tokens
+        if request.wants_prompt_logprobs and computed < request.num_prompt_tokens - 1:
+            self.prompt_logprobs.append(self.num_requests)
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.num_computed.append(computed)
+        self.samples.append(samples)
+        self.num_drafts.append(num_drafts)
+        self.budget -= num_tokens
+
+    def joined(self) -> BatchPart:
+        """Return the batch and the other requests as one."""
+        if self.together is not None and not self.requests:
+            return self.together
+        rows = np.array([request.row for request in self.requests], np.intp)
+        part = BatchPart(
+            self.requests,
+            rows,
+            rows.astype(np.int32),
+            np.array(self.num_tokens, np.int32),
+            np.array(self.num_computed, np.int32),
+            np.array(self.samples, np.bool_),
+            np.array(self.num_drafts, np.int32) if any(self.num_drafts) else None,
+        )
+        if self.together is None:
+            return part
+        first = self.together
+        num_drafts = first.num_drafts
+        if num_drafts is not None:
+            num_drafts = np.pad(num_drafts, (0, len(rows)))  # the others have just been admitted
+        return BatchPart(
+            first.requests + part.requests,
+            np.concatenate((first.rows, part.rows)),
+            np.concatenate((first.rows_int32, part.rows_int32)),
+            np.concatenate((first.num_tokens, part.num_tokens)),
+            np.concatenate((first.num_computed, part.num_computed)),
+            np.concatenate((first.samples, part.samples)),
+            num_drafts,
+        )
 
 
 @dataclass(slots=True)

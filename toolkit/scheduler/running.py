@@ -1,0 +1,89 @@
+"""Requests that run, and what they hold meanwhile: a row, blocks, and their adapter's slot."""
+
+import bisect
+from collections.abc import Iterator
+
+import numpy as np
+
+from toolkit.scheduler.block_tables import BlockTables
+from toolkit.scheduler.places import Places
+from toolkit.scheduler.queue import RequestQueue
+from toolkit.scheduler.request import Request, RequestStatus
+from toolkit.scheduler.rows import Rows
+from toolkit.scheduler.stats import StatsRecorder
+from toolkit.scheduler.step import RunningBatch
+
+
+class RunningRequests:
+    """Running requests in rank order, so that a preempted one is not scheduled in the same step."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        rows: Rows,
+        blocks: BlockTables,
+        adapters: Places[Request],
+        stats: StatsRecorder,
+    ) -> None:
+        """`queue`: preempted requests wait there."""
+        self.requests: list[Request] = []
+        """Read only."""
+        self._queue = queue
+        self._rows = rows
+        self._blocks = blocks
+        self._adapters = adapters
+        self._stats = stats
+        self._batch: RunningBatch | None = None  # None if `requests` changed since it was made
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+    @property
+    def batch(self) -> RunningBatch:
+        """All of them as arrays."""
+        if self._batch is None:
+            rows = np.array([request.row for request in self.requests], np.intp)
+            wants = any(request.params.prompt_logprobs is not None for request in self.requests)
+            self._batch = RunningBatch(list(self.requests), rows, rows.astype(np.int32), wants)
+        return self._batch
+
+    def admit(self, request: Request, step: int) -> None:
+        """Give a row, from this step on, to a request that has its blocks and its adapter."""
+        request.status = RequestStatus.RUNNING
+        self._rows.place(request, step)
+        bisect.insort(self.requests, request, key=self._queue.rank)
+        self._batch = None
+
+    def preempt(self, request: Request, *, swap: bool = True) -> list[tuple[int, int]]:
+        """Requeue a request. Its blocks are swapped out or dropped.
+
+        Return the copies (block, host block). Without any, its tokens are computed again."""
+        # The partial result of a pooled prompt stays with its row: it is recomputed.
+        swap = swap and request.spec.pooling is None
+        copies = self._blocks.swap_out(request) if swap else []
+        self.remove(request)
+        if copies:
+            request.status = RequestStatus.SWAPPED
+        else:
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self._stats.current.num_preemptions += 1
+        self._queue.push(request)
+        return copies
+
+    def remove(self, request: Request) -> None:
+        """Take a request's row, blocks and adapter. Full blocks stay in the prefix cache."""
+        rank = self._queue.rank
+        index = bisect.bisect_left(self.requests, rank(request), key=rank)
+        assert self.requests[index] is request
+        del self.requests[index]
+        self._blocks.register(request)
+        self._blocks.release(request)
+        if request.spec.adapter is not None:
+            self._adapters.leave(request.spec.adapter.key)
+        self._rows.leave(request)
+        self._batch = None
