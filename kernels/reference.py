@@ -304,7 +304,8 @@ def route(
         scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
     rank = scores if bias is None else scores + bias.float()
     if routing.num_chosen_groups < routing.num_groups:
-        groups = rank.view(len(rank), routing.num_groups, -1)
+        size = rank.shape[1] // routing.num_groups
+        groups = rank.view(len(rank), routing.num_groups, size)
         best = groups.topk(1 if bias is None else 2, dim=-1).values.sum(-1)
         chosen = best.sort(dim=-1, descending=True, stable=True).indices
         excluded = torch.ones_like(best, dtype=torch.bool)

@@ -12,13 +12,15 @@ from toolkit.config.fields import check_all, option
 from toolkit.errors import ConfigError, did_you_mean
 
 MOST_DRAFTS = 16
-METHODS = ("ngram", "draft_model", "eagle", "eagle3")
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+WITHOUT_MODEL = ("ngram", "mtp")
+"""Methods whose drafter is no model of its own."""
 
 
 class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """--speculative-config. The fields are vLLM's."""
 
-    method: Literal["ngram", "draft_model", "eagle", "eagle3"]
+    method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
     model: str | None = None  # folder or hub name of the drafter
     revision: str | None = None
     num_speculative_tokens: int = 0
@@ -40,7 +42,7 @@ class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             end = "" if problem.endswith((".", "?")) else "."
             raise ConfigError(f"--speculative-config: {problem}{end}", param="speculative_config")
         if not found.num_speculative_tokens:
-            default = 4 if found.method == "ngram" else 3
+            default = {"ngram": 4, "mtp": 1}.get(found.method, 3)
             found = msgspec.structs.replace(found, num_speculative_tokens=default)
         return found
 
@@ -49,9 +51,9 @@ class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return f"num_speculative_tokens must be 1 to {MOST_DRAFTS}"
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             return "prompt_lookup_min must be at least 1, and prompt_lookup_max not less"
-        if self.method == "ngram" and self.model is not None:
-            return "the method ngram has no model"
-        if self.method != "ngram" and not self.model:
+        if self.method in WITHOUT_MODEL and self.model is not None:
+            return f"the method {self.method} has no model"
+        if self.method not in WITHOUT_MODEL and not self.model:
             return f"the method {self.method} needs a model"
         return None
 

@@ -30,8 +30,10 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
 def drafter_of(checkpoint: Checkpoint, engine: EngineConfig) -> DrafterShape | None:
     """Describe the drafter's model. Raises ToolkitError if it is missing or unsupported."""
     wanted = engine.speculation.drafter
-    if wanted is None or wanted.model is None:
+    if wanted is None or wanted.method == "ngram":
         return None
+    if wanted.model is None:
+        return DrafterShape.of_own_layer(checkpoint, wanted.num_speculative_tokens)
     found, most = find_checkpoint(wanted.model, wanted.revision), wanted.num_speculative_tokens
     if wanted.method == "draft_model":
         return DrafterShape.of(found, most)

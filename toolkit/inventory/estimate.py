@@ -19,7 +19,12 @@ from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
 from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.cache_layout import CacheLayout, KVShape
 from toolkit.models.describe import Attention, Decoder, Parameter
-from toolkit.models.eagle import EAGLE3_TENSORS, EAGLE_TENSORS, describe_eagle
+from toolkit.models.eagle import (
+    EAGLE3_TENSORS,
+    EAGLE_TENSORS,
+    describe_eagle,
+    describe_own_layer,
+)
 from toolkit.models.model_config import resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import GIB, size
@@ -128,6 +133,19 @@ class DrafterShape:
         is_tied = checkpoint.config.tie_word_embeddings
         parameters, packings = list(checkpoint.parameters), checkpoint.packings
         return cls(parameters, checkpoint.attention, packings, is_tied, most)
+
+    @classmethod
+    def of_own_layer(cls, checkpoint: Checkpoint, most: int) -> Self:
+        """Return the shape of the layer of a model that drafts. Raises ConfigError without one."""
+        described = checkpoint.description
+        found = describe_own_layer(described) if isinstance(described, Decoder) else None
+        if found is None:
+            raise ConfigError(
+                f"--speculative-config: {checkpoint.name} has no layer that drafts.",
+                param="speculative_config",
+            )
+        parameters = list(found.own.parameters(found.hidden_size))
+        return cls(parameters, found.attention, checkpoint.packings, most=most)
 
     @classmethod
     def of_eagle(

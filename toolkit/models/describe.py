@@ -289,6 +289,30 @@ class External:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLayer:
+    """A layer after the last that guesses tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+    It reads a product of the norms of a token's embedding and of the hidden state before it. The
+    embedding table and the output head are the model's."""
+
+    name: str  # of its tensors
+    layer: Layer
+    embed_norm: Norm
+    hidden_norm: Norm
+    product: Source
+    norm: Norm  # before the head
+    unread: tuple[str, ...]  # copies of the model's tensors, after `name`
+
+    def parameters(self, hidden: int) -> Iterator[Parameter]:
+        """Yield the tensors of a checkpoint."""
+        yield Parameter(self.product.tensor("weight"), (hidden, 2 * hidden), "linear")
+        for norm in (self.embed_norm, self.hidden_norm, self.norm):
+            yield from _norm_parameters(norm, None)
+        for branch in chain.from_iterable(self.layer):
+            yield from _branch_parameters(branch, hidden, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """A decoder with causal attention."""
 
@@ -304,6 +328,7 @@ class Decoder:
     embed_scale: float = 1.0
     positions: Table | None = None  # learned positions, added to the embedding
     unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
+    draft_layer: DraftLayer | None = None
 
     @property
     def attention(self) -> list[Attention]:

@@ -1,4 +1,4 @@
-"""Descriptions of EAGLE drafters: networks that read a model's hidden states. Imports no torch.
+"""Descriptions of drafters that read a model's hidden states. Imports no torch.
 
 EAGLE (Li et al., 2024, arXiv:2401.15077) and EAGLE-3 (Li et al., 2025, arXiv:2503.01840). Position
 p is computed from token p + 1 and the model's hidden states at p; for drafts, from what the network
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from toolkit.models.architectures.llama import Config
-from toolkit.models.describe import Attention, Branch, Layer, Norm
+from toolkit.models.describe import Attention, Branch, Decoder, DraftLayer, Layer, Norm
 from toolkit.models.parts import attention, gated_mlp, pre_norm, rms_norm
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -41,6 +41,14 @@ class Eagle:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnLayer(Eagle):
+    """A layer of the model's own checkpoint, which drafts. fc is its product."""
+
+    own: DraftLayer
+    others: tuple[str, ...]  # beginnings of the names of the model's other tensors
+
+
+@dataclass(frozen=True, slots=True)
 class Eagle3(Eagle):
     """Its layer reads the norms of embedding and hidden state, one after the other."""
 
@@ -52,6 +60,16 @@ class Eagle3(Eagle):
     has_embedding: bool  # False: it reads the model's
     has_map: bool  # from its tokens to the model's
     residual_is_norm: bool  # the residual stream begins with the norm of the hidden state
+
+
+def describe_own_layer(model: Decoder) -> OwnLayer | None:
+    """Describe the layer of a model that drafts, as a network. None if it has none."""
+    own = model.draft_layer
+    if own is None:
+        return None
+    layers = (f"{model.layers_name}.{index}." for index in range(len(model.layers)))
+    others = f"{model.embed}.", f"{model.norm.name}.", *layers
+    return OwnLayer(model.hidden_size, model.vocab_size, (own.layer,), False, own, others)
 
 
 def describe_eagle(

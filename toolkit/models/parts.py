@@ -3,7 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.models.describe import MLP, Attention, Branch, Decoder, Experts, Layer, Norm
+from toolkit.models.describe import (
+    MLP,
+    Attention,
+    Branch,
+    Decoder,
+    DraftLayer,
+    Experts,
+    Layer,
+    Norm,
+)
 from toolkit.weights.source import Source, by_head, pairs_apart
 
 
@@ -82,4 +91,17 @@ def decoder(config: Any, layer: Callable[[str, int], Layer], norm: Norm, **optio
         norm=norm,
         is_tied=config.tie_word_embeddings,
         **given,
+    )
+
+
+def draft_layer(config: Any, name: str, layer: Layer) -> DraftLayer:
+    """Describe a layer that drafts, with DeepSeek-V3's names."""
+    return DraftLayer(
+        name=name,
+        layer=layer,
+        embed_norm=rms_norm(config, f"{name}.enorm"),
+        hidden_norm=rms_norm(config, f"{name}.hnorm"),
+        product=Source(f"{name}.eh_proj"),
+        norm=rms_norm(config, f"{name}.shared_head.norm"),
+        unread=("embed_tokens.weight", "shared_head.head.weight"),
     )

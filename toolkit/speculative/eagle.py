@@ -1,4 +1,4 @@
-"""Networks of EAGLE drafters. `models.eagle` describes them."""
+"""Networks of drafters that read hidden states. `models.eagle` describes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.errors import CheckpointError
 from toolkit.layers import Join, Linear, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.models import describe
 from toolkit.models.decoder import Decoder, Step, Taps
-from toolkit.models.eagle import Eagle, Eagle3
+from toolkit.models.eagle import Eagle, Eagle3, OwnLayer
 from toolkit.models.mix import AttentionMix
 from toolkit.models.model import Model, default_dtype
 from toolkit.models.rotary import RotaryTables
@@ -36,9 +36,8 @@ class EagleModel(Model):
         hidden = description.hidden_size
         super().__init__(description.vocab_size, hidden)
         self.rope = RotaryTables(description.attention, max_model_len)
-        self.fc = Linear(
-            self._fc_size(target_size), hidden, Source("fc"), bias=description.has_bias
-        )
+        source = description.own.product if isinstance(description, OwnLayer) else Source("fc")
+        self.fc = Linear(self._fc_size(target_size), hidden, source, bias=description.has_bias)
         self._make_layers(description)
 
     def _fc_size(self, target_size: int) -> int:
@@ -71,15 +70,54 @@ class EagleModel(Model):
     def _begin(
         self, embeddings: torch.Tensor, features: torch.Tensor, batch: AttentionBatch
     ) -> Stream:
-        stream = Stream(self.fc(torch.cat((embeddings, features), dim=1)), len(self.steps) + 1)
+        inputs = self._inputs(embeddings, features)
+        stream = Stream(self.fc(torch.cat(inputs, dim=1)), len(self.steps) + 1)
         last_attention = len(self.steps) - 2
         for index, step in enumerate(self.steps):
             step(stream, batch, batch.wanted if index == last_attention else None)
         return stream
 
+    def _inputs(
+        self, embeddings: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `fc` reads."""
+        return embeddings, features
+
     def slots(self) -> Slots:
         # A copy of the model's.
         return super().slots() | {"embed_tokens.weight": UNREAD}
+
+
+class OwnLayerModel(EagleModel):
+    """A layer of the model's own checkpoint over fc of two norms."""
+
+    architecture = "MTP"
+
+    def __init__(self, description: Eagle, target_size: int, max_model_len: int) -> None:
+        assert isinstance(description, OwnLayer)
+        super().__init__(description, target_size, max_model_len)
+        self._own, self.unused = description.own, description.others
+
+    def _make_layers(self, description: Eagle) -> None:
+        assert isinstance(description, OwnLayer)
+        super()._make_layers(description)
+        own, hidden = description.own, self.hidden_size
+        self.embed_norm, self.hidden_norm, self.last = (
+            Join(hidden, [_norm(norm)]) for norm in (own.embed_norm, own.hidden_norm, own.norm)
+        )
+
+    def _inputs(
+        self, embeddings: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ((embedding,), _), ((hidden,), _) = (
+            self.embed_norm(embeddings, None),
+            self.hidden_norm(features, None),
+        )
+        return embedding, hidden
+
+    def slots(self) -> Slots:
+        unread = {f"{self._own.name}.{name}": UNREAD for name in self._own.unread}
+        return Model.slots(self) | unread
 
 
 class Eagle3Model(EagleModel):
@@ -87,7 +125,8 @@ class Eagle3Model(EagleModel):
 
     architecture = "EAGLE-3"
 
-    def __init__(self, description: Eagle3, target_size: int, max_model_len: int) -> None:
+    def __init__(self, description: Eagle, target_size: int, max_model_len: int) -> None:
+        assert isinstance(description, Eagle3)
         self.num_states = len(description.taps)
         super().__init__(description, target_size, max_model_len)
         vocab, hidden = description.vocab_size, self.hidden_size
@@ -200,10 +239,11 @@ def build_eagle(
     target: torch.device,
 ) -> EagleModel:
     """Build a network with uninitialized parameters. See `models.build.build_model`."""
-    kind = Eagle3Model if isinstance(description, Eagle3) else EagleModel
+    kinds: dict[type[Eagle], type[EagleModel]]
+    kinds = {Eagle: EagleModel, Eagle3: Eagle3Model, OwnLayer: OwnLayerModel}
     formats = quantized(quantization, packings, target)
     with device, default_dtype(dtype), formats, torch.inference_mode():
-        model = kind(description, target_size, max_model_len)  # type: ignore[arg-type]  # its own
+        model = kinds[type(description)](description, target_size, max_model_len)
     model.eval()
     return model
 

@@ -19,7 +19,14 @@ from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
 from toolkit.models.describe import Decoder as Described
 from toolkit.models.describe import Encoder
-from toolkit.models.eagle import EAGLE3_TENSORS, EAGLE_TENSORS, Eagle3, describe_eagle
+from toolkit.models.eagle import (
+    EAGLE3_TENSORS,
+    EAGLE_TENSORS,
+    Eagle,
+    Eagle3,
+    describe_eagle,
+    describe_own_layer,
+)
 from toolkit.models.model import CausalLM, Model
 from toolkit.models.model_config import ArchitectureConfig
 from toolkit.models.overrides import read_config
@@ -27,7 +34,7 @@ from toolkit.models.registry import describe, has_head
 from toolkit.speculative.draft_model import DraftModel
 from toolkit.speculative.eagle import EagleModel, EagleNetwork, build_eagle, taps_of
 from toolkit.speculative.model_drafter import Network
-from toolkit.weights.formats import read_packings
+from toolkit.weights.formats import Packings, read_packings
 from toolkit.weights.loader import find_weights, stored_tensors, tensor_names
 from toolkit.worker.graph_policy import GraphPolicy
 
@@ -70,7 +77,7 @@ def check(config: EngineConfig, target: Target) -> Speculation | None:
         problem = "on GPUs it needs the package triton"
     elif target.device.type != "cpu" and config.parallel.pipeline_parallel_size > 1:
         problem = "on GPUs it does not support --pipeline-parallel-size"
-    elif wanted.model is not None and config.parallel.pipeline_parallel_size > 1:
+    elif wanted.method != "ngram" and config.parallel.pipeline_parallel_size > 1:
         problem = f"the method {wanted.method} does not support --pipeline-parallel-size"
     if problem is not None:
         raise _error(problem)
@@ -81,7 +88,7 @@ def find_loader(
     config: EngineConfig, wanted: Speculation | None, target: Target, group: Group
 ) -> Loader | None:
     """Return the loader of the drafter's model, None if it has none. Raises ToolkitError."""
-    if wanted is None or wanted.model is None:
+    if wanted is None or wanted.method == "ngram":
         return None
     kind = DraftModelLoader if wanted.method == "draft_model" else EagleLoader
     return kind(config, wanted, target, group)
@@ -153,37 +160,57 @@ class DraftModelLoader:
 
 
 class EagleLoader:
-    """Loads the network of EAGLE or EAGLE-3."""
+    """Loads the network of EAGLE or EAGLE-3, or the layer of the model that drafts."""
 
     def __init__(
         self, config: EngineConfig, wanted: Speculation, target: Target, group: Group
     ) -> None:
         """Read its configuration. Raises ToolkitError."""
-        assert wanted.model is not None
         self._config, self._target, self._group = config, target, group
-        self._most, self.folder = wanted.num_speculative_tokens, Path(wanted.model)
+        self._most = wanted.num_speculative_tokens
         described = describe(target.config)
         if not isinstance(described, Described):
             raise _error(
                 f"the method {wanted.method} reads hidden states, which tk does not have of "
                 f"{target.config.architectures[0]}: Transformers computes it"
             )
-        raw = read_config(self.folder)
-        load_format = config.model.load_format
-        names = EAGLE3_TENSORS if wanted.method == "eagle3" else EAGLE_TENSORS
-        if load_format != "dummy":
-            names = frozenset(tensor_names(self.folder, load_format))
-        try:
-            self._described = describe_eagle(
-                raw, names, len(described.layers), is_third=wanted.method == "eagle3"
-            )
-            stored = stored_tensors(self.folder) if load_format != "dummy" else []
-            self._packings = read_packings(raw, {one.name: one for one in stored})
-        except ValueError as error:
-            raise _error(f"{self.folder} cannot be used: {error}") from None
+        if wanted.model is None:
+            self.folder, self._packings = target.folder, target.config.packings
+            self._described: Eagle = self._find_own_layer(described)
+        else:
+            self.folder = Path(wanted.model)
+            self._described, self._packings = self._read(wanted, described)
         self._hidden_size = described.hidden_size
         self._require_fit(described)
         self.nbytes = self._build(torch.device("meta"), 1).nbytes
+
+    def _find_own_layer(self, model: Described) -> Eagle:
+        name, load_format = self._target.config.architectures[0], self._config.model.load_format
+        found = describe_own_layer(model)
+        if found is None:
+            raise _error(f"{name} has no layer that drafts, or tk does not know it")
+        own = found.own.product.name
+        if load_format != "dummy" and not any(
+            tensor.startswith(own) for tensor in tensor_names(self.folder, load_format)
+        ):
+            raise _error(
+                f"{self.folder} has no tensors of the layer that drafts ({own}): they were left "
+                "out. Use another checkpoint of the model"
+            )
+        return found
+
+    def _read(self, wanted: Speculation, model: Described) -> tuple[Eagle, Packings | None]:
+        raw, load_format = read_config(self.folder), self._config.model.load_format
+        is_third = wanted.method == "eagle3"
+        names = EAGLE3_TENSORS if is_third else EAGLE_TENSORS
+        if load_format != "dummy":
+            names = frozenset(tensor_names(self.folder, load_format))
+        try:
+            found = describe_eagle(raw, names, len(model.layers), is_third=is_third)
+            stored = stored_tensors(self.folder) if load_format != "dummy" else []
+            return found, read_packings(raw, {one.name: one for one in stored})
+        except ValueError as error:
+            raise _error(f"{self.folder} cannot be used: {error}") from None
 
     def load(self, target: Model) -> Loaded:
         assert isinstance(target, Decoder)

@@ -6,7 +6,7 @@ from typing import Any
 from toolkit.models.architectures.llama import llama_layer
 from toolkit.models.describe import Correction, Decoder, HeadNorm, Layer
 from toolkit.models.model_config import DecoderConfig, Size
-from toolkit.models.parts import decoder, gated_experts, gated_mlp, rms_norm
+from toolkit.models.parts import decoder, draft_layer, gated_experts, gated_mlp, rms_norm
 
 ARCHITECTURES = ("Glm4MoeForCausalLM", "Glm4MoeModel")
 
@@ -33,7 +33,7 @@ class Config(DecoderConfig, kw_only=True):
     topk_group: Size = 1
     num_nextn_predict_layers: int = 1
     num_mtp_layers: int | None = None
-    """Layers after the last, which only draft and are not read. Two spellings."""
+    """Layers after the last, which only draft: the method mtp reads one. Two spellings."""
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
@@ -69,5 +69,9 @@ def describe(config: Config) -> Decoder:
             )
         return llama_layer(config, name, **options)
 
-    drafting = f"model.layers.{config.num_hidden_layers}."
-    return decoder(config, layer, rms_norm(config, "model.norm"), unused=(drafting,))
+    index = config.num_hidden_layers
+    name, drafting = f"model.layers.{index}", None
+    if config.num_nextn_predict_layers:
+        drafting = draft_layer(config, name, layer(name, index))
+    norm = rms_norm(config, "model.norm")
+    return decoder(config, layer, norm, unused=(f"{name}.",), draft_layer=drafting)
