@@ -25,7 +25,7 @@ _MODULES = {
     "attn_k_norm": r"self_attn\.(?:k_norm|key_layernorm)",
     "ffn_norm": r"post_attention_layernorm|ln_2|pre_feedforward_layernorm",
     "post_ffw_norm": r"post_feedforward_layernorm|post_mlp_layernorm",
-    "ffn_gate_inp": r"mlp\.gate",
+    "ffn_gate_inp": r"mlp\.(?:gate|router)",
     "ffn_gate_inp_shexp": r"mlp\.shared_expert_gate",
     "ffn_gate_shexp": r"mlp\.shared_experts?\.gate_proj",
     "ffn_up_shexp": r"mlp\.shared_experts?\.up_proj",
@@ -42,7 +42,7 @@ _TOP = {
     r"|gpt_neox\.final_layer_norm)",
     "output": r"(?:lm_head|embed_out)",
 }
-_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe"}
+_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
 """Architectures whose `post_attention_layernorm` keeps its name."""
 _PERMUTED = {"llama", "mistral3", "olmo", "granite", "smollm3", "arcee"}
 _OFFSET_NORMS = {"gemma", "gemma2", "gemma3", "nemotron"}
@@ -58,7 +58,7 @@ def tensors_of(model: torch.nn.Module, architecture: str) -> dict[str, torch.Ten
         if (is_tied and name.startswith("lm_head")) or "norms." in name:
             continue
         if ".mlp.experts." in name:
-            found |= stacks_of(name, tensor)
+            found |= stacks_of(name, tensor, is_interleaved=architecture == "gpt-oss")
             continue
         own = rename(name, architecture)
         if own.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")):
@@ -99,6 +99,8 @@ def rename(name: str, architecture: str) -> str:
     index, module, part = layer.groups()
     if part == "e_score_correction_bias":
         return f"blk.{index}.exp_probs_b.bias"
+    if part == "sinks":
+        return f"blk.{index}.attn_sinks.weight"
     if module == "post_attention_layernorm" and architecture in _AFTER_ATTENTION:
         return f"blk.{index}.post_attention_norm.{part}"
     if module == "post_self_attn_layernorm":
@@ -109,13 +111,17 @@ def rename(name: str, architecture: str) -> str:
     raise AssertionError(name)
 
 
-def stacks_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the stacks [experts, rows, columns] of Transformers' tensor of all experts."""
-    index = name.split(".")[2]
-    if "gate_up" in name:
-        gate, up = tensor.chunk(2, 1)
-        return {f"blk.{index}.ffn_gate_exps.weight": gate, f"blk.{index}.ffn_up_exps.weight": up}
-    return {f"blk.{index}.ffn_down_exps.weight": tensor}
+def stacks_of(name: str, tensor: torch.Tensor, *, is_interleaved: bool) -> dict[str, torch.Tensor]:
+    """Return the stacks of Transformers' tensor of all experts.
+
+    `is_interleaved`: gate's columns and up's are in turn, and matrices are [columns, rows]."""
+    prefix, part = f"blk.{name.split('.')[2]}.ffn", "bias" if name.endswith("bias") else "weight"
+    if is_interleaved and part == "weight":
+        tensor = tensor.transpose(1, 2)
+    if "gate_up" not in name:
+        return {f"{prefix}_down_exps.{part}": tensor}
+    gate, up = (tensor[:, ::2], tensor[:, 1::2]) if is_interleaved else tensor.chunk(2, 1)
+    return {f"{prefix}_gate_exps.{part}": gate, f"{prefix}_up_exps.{part}": up}
 
 
 def split_heads(tensor: torch.Tensor, heads: int, kv_heads: int, *, is_neox: bool) -> torch.Tensor:
@@ -204,6 +210,8 @@ def expert_metadata(config: Any, architecture: str) -> dict[str, object]:
     }
     if architecture == "glm4moe":
         own |= {"expert_weights_norm": config.norm_topk_prob, "expert_gating_func": 2}
+    if architecture == "gpt-oss":
+        own["expert_feed_forward_length"] = config.intermediate_size
     if architecture == "ernie4_5-moe":  # not the size of the shared experts, but written
         own["expert_shared_feed_forward_length"] = (
             config.intermediate_size // config.num_key_value_heads

@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {}),
     "glm4-moe": ("glm4moe", {}),
     "ernie4.5-moe": ("ernie4_5-moe", {}),
+    "gpt-oss": ("gpt-oss", {}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma3": (

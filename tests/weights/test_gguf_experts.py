@@ -53,17 +53,37 @@ def file(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return gguf_models.write_model(path, model, "qwen3moe", quantized=True)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-    ],
-    ids=["one", "features", "experts"],
+ONE, FEATURES, EXPERTS_OF_ALL = (
+    {},
+    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 )
+"""Settings for one device, and for two with half of the features of all experts, or half of the
+experts."""
+
+
+@pytest.mark.parametrize("settings", [ONE, FEATURES, EXPERTS_OF_ALL])
 def test_quantized_experts_answer_as_the_original(file, model, settings):
-    """With two ranks, each has half of the features of all experts, or half of the experts."""
+    check_answers(file, model, settings)
+
+
+@pytest.mark.parametrize("settings", [ONE, EXPERTS_OF_ALL])
+def test_experts_in_mxfp4_with_biases_answer_as_the_original(tmp_path, settings):
+    sizes = {"intermediate_size": SIZE, "num_hidden_layers": 2}
+    model = checkpoints.make_model("GptOss", ARCHITECTURES["gpt-oss"][1] | sizes)
+    stored = {}
+    for name, tensor in gguf_models.tensors_of(model, "gpt-oss").items():
+        stored[name] = plain(tensor)
+        if name.endswith("_exps.weight"):
+            blocks = torch.randint(256, (tensor.numel() // 32, 17)).byte()
+            blocks[:, 0] = torch.randint(122, 125, (len(blocks),))
+            stored[name] = Stored("MXFP4", tuple(tensor.shape), blocks.numpy().tobytes())
+            tensor.copy_(dequantize("MXFP4", blocks, 32).view(tensor.shape))  # into the model
+    file = write(tmp_path / "m.gguf", gguf_models.metadata_of(model, "gpt-oss"), stored)
+    check_answers(file, model, settings)
+
+
+def check_answers(file: Path, model: torch.nn.Module, settings: dict[str, object]) -> None:
     with only_pytorch("dequantized"):  # the kernels round x to 8 bits
         llm = LLM(str(file), device="cpu", dtype="float32", num_threads=1, **settings)
         found = generate(llm, PROMPTS, max_tokens=12)

@@ -17,6 +17,11 @@ _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {
 }
 _GATED_MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_NORM_AFTER_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
+"""Those of `_NORMS`, under names that some architectures have instead."""
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _LLAMA = {**_ATTENTION, **_GATED_MLP, **_NORMS}
 _FOUR_NORMS = {
@@ -439,12 +444,9 @@ ARCHITECTURES = {
         layer=_ATTENTION
         | _GATED_MLP
         | _HEAD_NORMS
+        | _NORM_AFTER_ATTENTION
         | _EXPERTS
-        | _SHARED_EXPERTS
-        | {
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-        },
+        | _SHARED_EXPERTS,
         vectors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
         gating=SIGMOID,
     ),
@@ -478,6 +480,22 @@ ARCHITECTURES = {
         fields=_FIELDS | _RMS,
         biases={**_LLAMA_BIASES, "attention_out_bias": "attn_output.bias"},
         layer=_LLAMA | {"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        name="GptOssForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _WINDOW
+        | {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        constants={"has_separate_experts": True},
+        biases=_ATTENTION_BIAS,
+        layer=_ATTENTION | _NORM_AFTER_ATTENTION | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
+        vectors={"attn_sinks.weight": "self_attn.sinks"},
     ),
     "hunyuan-dense": Architecture(
         model_type="hunyuan_v1_dense",

@@ -414,6 +414,11 @@ def _finish_glm4moe(config: dict[str, Any], names: dict[str, GGUFTensor], values
         config["routed_scaling_factor"] = 1.0
 
 
+def _finish_gpt_oss(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"]["truncate"] = False  # llama.cpp rounds, the original does not
+
+
 def _finish_mistral3(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     beta = values.get("attention.temperature_scale")
     if beta:
@@ -429,5 +434,6 @@ _FINISH: dict[str, Callable[[dict[str, Any], dict[str, GGUFTensor], Values], Non
     "exaone4": _finish_exaone4,
     "granite": _finish_granite,
     "glm4moe": _finish_glm4moe,
+    "gpt-oss": _finish_gpt_oss,
     "mistral3": _finish_mistral3,
 }

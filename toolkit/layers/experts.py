@@ -85,10 +85,13 @@ class Experts(nn.Module, abc.ABC):
     Under tensor parallelism a rank has a part of each expert or, if `own` is not full, complete
     experts. Either way it computes a part of a sum over the ranks."""
 
-    def __init__(self, hidden: int, size: int, experts: Sequence[Projections], own: Shard) -> None:
+    def __init__(
+        self, hidden: int, size: int, experts: Sequence[Projections], own: Shard, *, bias: bool
+    ) -> None:
         """`size`: features of an expert, on all ranks; `own`: the experts of this rank."""
         super().__init__()
         self.hidden, self.size, self.experts, self.own = hidden, size, experts, own
+        self._has_bias = bias
         self._packings = {
             source.name: find_packing(source.name)
             for one in experts
@@ -112,6 +115,8 @@ class Experts(nn.Module, abc.ABC):
                 elif source.stack is None and packing is not None:
                     kinds = packing.parts(*map(full_shard, shape))
                     slots |= dict.fromkeys(map(source.tensor, kinds), UNREAD)
+                if source.stack is None and self._has_bias:
+                    slots[source.tensor("bias")] = UNREAD
         return slots
 
 
@@ -144,7 +149,7 @@ class ListedExperts(Experts):
         *,
         bias: bool = False,
     ) -> None:
-        super().__init__(hidden, size, experts, own)
+        super().__init__(hidden, size, experts, own, bias=bias)
 
         def gated(one: Projections) -> nn.Module:
             sources = one.gate, one.up
@@ -190,7 +195,7 @@ class StackedExperts(Experts):
         bias: bool = False,
     ) -> None:
         """`size`: this rank's features of an expert."""
-        super().__init__(hidden, size.total, experts, own)
+        super().__init__(hidden, size.total, experts, own, bias=bias)
         self._activation, self._kernels, self._features = activation, kernels, size
         self._is_interleaved = all(one.gate.is_every_second_row for one in experts)
         both = [self._packings[part.name] for one in experts for part in (one.gate, one.up)]
