@@ -18,7 +18,7 @@ from toolkit import LLM
 from toolkit.config import EngineConfig
 from toolkit.distributed import Shard, full_shard
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.hardware.devices import find_device
+from toolkit.hardware.devices import Device, find_device
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.estimate import estimate
 from toolkit.kernels.switch import only_pytorch
@@ -67,8 +67,9 @@ def test_quantized_experts_answer_as_the_original(file, model, settings):
     check_answers(file, model, settings)
 
 
-@pytest.mark.parametrize("settings", [ONE, EXPERTS_OF_ALL])
-def test_experts_in_mxfp4_with_biases_answer_as_the_original(tmp_path, settings):
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    """A gpt-oss whose experts are in MXFP4, with biases, and the dequantized model."""
     sizes = {"intermediate_size": SIZE, "num_hidden_layers": 2}
     model = checkpoints.make_model("GptOss", ARCHITECTURES["gpt-oss"][1] | sizes)
     stored = {}
@@ -79,8 +80,25 @@ def test_experts_in_mxfp4_with_biases_answer_as_the_original(tmp_path, settings)
             blocks[:, 0] = torch.randint(122, 125, (len(blocks),))
             stored[name] = Stored("MXFP4", tuple(tensor.shape), blocks.numpy().tobytes())
             tensor.copy_(dequantize("MXFP4", blocks, 32).view(tensor.shape))  # into the model
-    file = write(tmp_path / "m.gguf", gguf_models.metadata_of(model, "gpt-oss"), stored)
-    check_answers(file, model, settings)
+    path = tmp_path_factory.mktemp("mxfp4") / "m.gguf"
+    return write(path, gguf_models.metadata_of(model, "gpt-oss"), stored), model
+
+
+@pytest.mark.parametrize("settings", [ONE, EXPERTS_OF_ALL])
+def test_experts_in_mxfp4_answer_as_the_original(mxfp4, settings):
+    check_answers(*mxfp4, settings)
+
+
+def test_estimate_of_mxfp4_counts_bits_of_the_device(mxfp4):
+    """4.25 on a GPU, where rows have multiples of 128 columns; 8.5 on a CPU."""
+    config = EngineConfig.from_settings({"dtype": "bfloat16"})
+    found = read_folder(mxfp4[0], "m")
+    gpu, cpu = (
+        estimate(found, config, Device(kind, kind, 2**34, 2**34)).weights
+        for kind in ("cuda", "cpu")
+    )
+    rows = 2 * ARCHITECTURES["gpt-oss"][1]["num_local_experts"] * (2 * SIZE + HIDDEN)
+    assert cpu - gpu == rows * (SIZE + SIZE // 16 - 128 * 17 // 32)
 
 
 def check_answers(file: Path, model: torch.nn.Module, settings: dict[str, object]) -> None:
