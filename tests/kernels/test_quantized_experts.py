@@ -138,7 +138,7 @@ def test_experts_of_other_tools(kernels, device, name, splits, tokens):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_sizes_are_known_before_loading(kernels, device, name):
-    """As `--dry-run` computes them, from the layout that each tensor has in the checkpoint."""
+    """`--dry-run` computes them, from the layout that each tensor has in the checkpoint."""
     folder = QUANTIZED / name
     config = json.loads((folder / "config.json").read_text())
     packings = read_packings(config, {one.name: one for one in stored_tensors(folder)})
