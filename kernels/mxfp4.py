@@ -50,6 +50,19 @@ def decode(numbers: Tensor) -> Tensor:
     return signed[numbers.long()]
 
 
+def encode(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers of 4 bits, and bytes of scales.
+
+    values: uint8, twice the numbers, plus 128; scales: bf16 powers of two, for `values` - 128."""
+    numbers = torch.arange(16, device=values.device)
+    numbers = numbers[numbers != 8]  # -0
+    table = torch.zeros(256, dtype=torch.uint8, device=values.device)
+    table[(2 * decode(numbers) + 128).long()] = numbers.byte()
+    bits = scales.view(torch.int16)
+    exponents = torch.where(bits < 1 << 7, (bits >> 5) - 1, (bits >> 7) + 1)
+    return table[values.long()], exponents.byte()
+
+
 def dequantize(words: Tensor, scales: Tensor) -> Tensor:
     """Return fp32 [rows, columns] of int16 [steps, rows, 32] and int32 [steps, rows] of kernels."""
     wide = words.transpose(0, 1).int()

@@ -32,11 +32,11 @@ def plain(tensor: torch.Tensor, kind: str = "F32") -> Stored:
 
 
 def q8_0(tensor: torch.Tensor) -> Stored:
-    """Return a matrix in blocks of 32 integers of 8 bits, rounded to nearest."""
-    blocks = tensor.detach().float().unflatten(1, (-1, 32))
-    scales = (blocks.abs().amax(2, keepdim=True) / 127).half()
+    """Return matrices in blocks of 32 integers of 8 bits, rounded to nearest."""
+    blocks = tensor.detach().float().unflatten(-1, (-1, 32))
+    scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
     values = (blocks / scales.float().clamp(min=1e-9)).round().clamp(-127, 127).to(torch.int8)
-    raw = torch.cat((scales.view(torch.uint8), values.view(torch.uint8)), 2)
+    raw = torch.cat((scales.view(torch.uint8), values.view(torch.uint8)), -1)
     return Stored("Q8_0", tuple(tensor.shape), raw.numpy().tobytes())
 
 

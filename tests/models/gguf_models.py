@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ _MODULES = {
     "attn_k_norm": r"self_attn\.(?:k_norm|key_layernorm)",
     "ffn_norm": r"post_attention_layernorm|ln_2|pre_feedforward_layernorm",
     "post_ffw_norm": r"post_feedforward_layernorm|post_mlp_layernorm",
+    "ffn_gate_inp": r"mlp\.(?:gate|router)",
+    "ffn_gate_inp_shexp": r"mlp\.shared_expert_gate",
+    "ffn_gate_shexp": r"mlp\.shared_experts?\.gate_proj",
+    "ffn_up_shexp": r"mlp\.shared_experts?\.up_proj",
+    "ffn_down_shexp": r"mlp\.shared_experts?\.down_proj",
     "ffn_gate": r"mlp\.gate_proj",
     "ffn_up": r"mlp\.(?:up_proj|fc1|gate_up_proj|dense_h_to_4h|c_fc)",
     "ffn_down": r"mlp\.(?:down_proj|fc2|dense_4h_to_h|c_proj)",
@@ -36,7 +42,7 @@ _TOP = {
     r"|gpt_neox\.final_layer_norm)",
     "output": r"(?:lm_head|embed_out)",
 }
-_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss"}
+_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
 """Architectures whose `post_attention_layernorm` keeps its name."""
 _PERMUTED = {"llama", "mistral3", "olmo", "granite", "smollm3", "arcee"}
 _OFFSET_NORMS = {"gemma", "gemma2", "gemma3", "nemotron"}
@@ -51,7 +57,12 @@ def tensors_of(model: torch.nn.Module, architecture: str) -> dict[str, torch.Ten
     for name, tensor in model.state_dict().items():
         if (is_tied and name.startswith("lm_head")) or "norms." in name:
             continue
+        if ".mlp.experts." in name:
+            found |= stacks_of(name, tensor, is_interleaved=architecture == "gpt-oss")
+            continue
         own = rename(name, architecture)
+        if own.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")):
+            tensor = tensor.squeeze()
         if own.endswith(".weight") and "c_" in name and architecture == "gpt2":
             tensor = tensor.T
         if "query_key_value" in name:
@@ -86,6 +97,10 @@ def rename(name: str, architecture: str) -> str:
         module, part = name.rsplit(".", 1)
         return next(f"{own}.{part}" for own, known in _TOP.items() if re.fullmatch(known, module))
     index, module, part = layer.groups()
+    if part == "e_score_correction_bias":
+        return f"blk.{index}.exp_probs_b.bias"
+    if part == "sinks":
+        return f"blk.{index}.attn_sinks.weight"
     if module == "post_attention_layernorm" and architecture in _AFTER_ATTENTION:
         return f"blk.{index}.post_attention_norm.{part}"
     if module == "post_self_attn_layernorm":
@@ -94,6 +109,19 @@ def rename(name: str, architecture: str) -> str:
         if re.fullmatch(known, module):
             return f"blk.{index}.{own}.{part}"
     raise AssertionError(name)
+
+
+def stacks_of(name: str, tensor: torch.Tensor, *, is_interleaved: bool) -> dict[str, torch.Tensor]:
+    """Return the stacks of Transformers' tensor of all experts.
+
+    `is_interleaved`: gate's columns and up's are in turn, and matrices are [columns, rows]."""
+    prefix, part = f"blk.{name.split('.')[2]}.ffn", "bias" if name.endswith("bias") else "weight"
+    if is_interleaved and part == "weight":
+        tensor = tensor.transpose(1, 2)
+    if "gate_up" not in name:
+        return {f"{prefix}_down_exps.{part}": tensor}
+    gate, up = (tensor[:, ::2], tensor[:, 1::2]) if is_interleaved else tensor.chunk(2, 1)
+    return {f"{prefix}_gate_exps.{part}": gate, f"{prefix}_up_exps.{part}": up}
 
 
 def split_heads(tensor: torch.Tensor, heads: int, kv_heads: int, *, is_neox: bool) -> torch.Tensor:
@@ -135,6 +163,7 @@ def metadata_of(model: torch.nn.Module, architecture: str) -> dict[str, object]:
         "logit_scale": given("logits_scaling", "logit_scale"),
         "attention.sliding_window": given("sliding_window"),
     }
+    own |= expert_metadata(config, architecture)
     if architecture in ("gptneox", "stablelm"):
         own["use_parallel_residual"] = config.use_parallel_residual
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -158,6 +187,36 @@ def metadata_of(model: torch.nn.Module, architecture: str) -> dict[str, object]:
         own["rope.freq_base_swa"] = float(local["rope_theta"])
     prefixed = {f"{architecture}.{key}": value for key, value in own.items() if value is not None}
     return {"general.architecture": architecture, **prefixed}
+
+
+def expert_metadata(config: Any, architecture: str) -> dict[str, object]:
+    def given(*names: str) -> Any:
+        return next((getattr(config, name) for name in names if hasattr(config, name)), None)
+
+    count = given("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if count is None:
+        return {}
+    own: dict[str, object] = {
+        "expert_count": count,
+        "expert_used_count": given("num_experts_per_tok", "moe_k"),
+        "expert_feed_forward_length": given("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": given("shared_expert_intermediate_size"),
+        "expert_shared_count": given("n_shared_experts", "moe_num_shared_experts"),
+        "expert_group_count": given("n_group"),
+        "expert_group_used_count": given("topk_group"),
+        "leading_dense_block_count": given("first_k_dense_replace", "moe_layer_start_index"),
+        "interleave_moe_layer_step": given("moe_layer_interval"),
+        "expert_weights_scale": given("routed_scaling_factor"),
+    }
+    if architecture == "glm4moe":
+        own |= {"expert_weights_norm": config.norm_topk_prob, "expert_gating_func": 2}
+    if architecture == "gpt-oss":
+        own["expert_feed_forward_length"] = config.intermediate_size
+    if architecture == "ernie4_5-moe":  # not the size of the shared experts, but written
+        own["expert_shared_feed_forward_length"] = (
+            config.intermediate_size // config.num_key_value_heads
+        )
+    return own
 
 
 def num_kv_heads(config: Any) -> int:
@@ -194,16 +253,20 @@ def write_model(
     architecture: str,
     *,
     quantized: bool = False,
+    extra: Mapping[str, torch.Tensor] | None = None,
     **more: object,
 ) -> Path:
-    """Write a model. `quantized`: matrices in Q8_0. `more`: metadata, with __ for dots."""
-    tensors = tensors_of(model, architecture)
+    """Write a model. `quantized`: matrices in Q8_0; `extra`: tensors; `more`: metadata, with __ for
+    dots."""
+    tensors = {**factors_of(model), **tensors_of(model, architecture), **(extra or {})}
     stored: dict[str, Stored] = {
-        name: q8_0(tensor)
-        if quantized and tensor.dim() == 2 and tensor.shape[1] % 32 == 0
-        else plain(tensor)
-        for name, tensor in {**factors_of(model), **tensors}.items()
+        name: q8_0(tensor) if quantized and is_quantizable(name, tensor) else plain(tensor)
+        for name, tensor in tensors.items()
     }
     metadata = metadata_of(model, architecture)
     metadata |= {key.replace("__", "."): value for key, value in more.items()}
     return write(path, metadata, stored)
+
+
+def is_quantizable(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() >= 2 and tensor.shape[-1] % 32 == 0 and "ffn_gate_inp" not in name

@@ -31,6 +31,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("llama", {}),
     "qwen2": ("qwen2", {}),
     "qwen3-tied": ("qwen3", {}),
+    "mixtral": ("llama", {}),
+    "qwen2-moe": ("qwen2moe", {"norm_topk_prob": False, "decoder_sparse_step": 1}),
+    "qwen3-moe": ("qwen3moe", {"mlp_only_layers": []}),
+    "olmoe": ("olmoe", {}),
+    "glm4-moe": ("glm4moe", {}),
+    "ernie4.5-moe": ("ernie4_5-moe", {}),
+    "gpt-oss": ("gpt-oss", {}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma3": (

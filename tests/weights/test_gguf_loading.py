@@ -107,7 +107,7 @@ def test_types_are_listed_by_original_names(file):
     ("metadata", "message"),
     [
         ({"general.architecture": "mamba"}, "unsupported architecture 'mamba'. Supported in GGUF"),
-        ({"llama.expert_count": 8}, "is a mixture of 8 experts"),
+        ({"llama.expert_count": 8}, "no metadata llama.expert_used_count"),
         ({"llama.novelty": 1.5}, "has llama.novelty: 1.5, which tk does not know"),
         ({"llama.block_count": "two"}, "which is not a size"),
         ({"llama.block_count": 3}, "block_count 3, and tensors of 2 layers"),

@@ -28,6 +28,8 @@ from toolkit.models.architectures.gpt_oss import Config, describe
 from toolkit.models.describe import Experts
 from toolkit.verify import transformers_model
 from toolkit.weights.formats import read_packings
+from toolkit.weights.gguf.decode import decode
+from toolkit.weights.groups import Groups
 from toolkit.weights.quantization import quantized
 
 QUANTIZATION = {
@@ -139,6 +141,17 @@ def test_scales_are_read_bit_for_bit():
     exponents = exponents.view(-1).view(torch.int32).view(1, -1)
     found = mxfp4.dequantize(words.view(-1).view(torch.int16).view(1, -1, 32), exponents)
     assert torch.equal(found[:, :32], wide)
+
+
+def test_numbers_and_scales_of_gguf_are_encoded_bit_for_bit():
+    blocks = torch.randint(256, (256, 17)).byte()
+    blocks[:, 0] = torch.arange(256)
+    groups = decode("MXFP4", blocks[:255], 32)
+    assert isinstance(groups, Groups)
+    numbers, scales = mxfp4.encode(groups.values, groups.scales)
+    assert torch.equal(scales[:, 0], blocks[:255, 0])
+    stored = torch.cat((blocks[:255, 1:] & 15, blocks[:255, 1:] >> 4), 1)
+    assert torch.equal(numbers, torch.where(stored == 8, 0, stored))  # 8: -0
 
 
 def make_rank(tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> StackedExperts:

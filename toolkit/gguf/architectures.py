@@ -9,12 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
 _LAYER = "model.layers.{}."
 _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {
     "attn_output": "self_attn.o_proj"
 }
 _GATED_MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_NORM_AFTER_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
+"""Those of `_NORMS`, under names that some architectures have instead."""
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _LLAMA = {**_ATTENTION, **_GATED_MLP, **_NORMS}
 _FOUR_NORMS = {
@@ -61,6 +68,15 @@ _FIELDS = {
     "rope.freq_base": "rope_theta",
 }
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
+    f"ffn_{part}_exps": f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")
+}
+_SHARED_EXPERTS = {
+    f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+_EXPERT_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_EXPERT_SIZE = {"expert_feed_forward_length": "moe_intermediate_size"}
+_RENORMALIZES = {"expert_weights_norm": "norm_topk_prob"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 
 
@@ -80,10 +96,21 @@ class Architecture:
     """Fields of config.json that are true if the first layer has a tensor of that name."""
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
     layer_name: str = _LAYER
-    layer: Mapping[str, str] = field(default_factory=lambda: _LLAMA)  # modules of a layer
+    layer: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    """Modules of a layer. `{head}`, `{q,k,v}` and `{expert}`: their tensors are stored in one."""
+    vectors: Mapping[str, str] = field(default_factory=dict)
+    """Vectors of a layer that no module has, by complete names."""
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """Matrices of a layer with one row, stored as vectors, by complete names."""
     has_pairs: bool = False
     """Rows of queries and keys are ordered to rotate adjacent pairs, not halves of a head."""
     norm_offset: float = 0.0  # added to the weights of norms
+    gating: int = SOFTMAX  # of the scores of experts
+    with_experts: Architecture | None = None  # if metadata has a number of experts
+
+    @property
+    def has_experts(self) -> bool:
+        return "expert_count" in self.fields
 
 
 _ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
@@ -96,6 +123,23 @@ ARCHITECTURES = {
         fields=_FIELDS | _RMS,
         biases=_LLAMA_BIASES,
         has_pairs=True,
+        with_experts=Architecture(
+            model_type="mixtral",
+            name="MixtralForCausalLM",
+            fields=_FIELDS
+            | _RMS
+            | _WINDOW
+            | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+            layer=_ATTENTION
+            | _NORMS
+            | {
+                "ffn_gate_inp": "block_sparse_moe.gate",
+                "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+                "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+                "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+            },
+            has_pairs=True,
+        ),
     ),
     "exaone": Architecture(
         model_type="llama", name="LlamaForCausalLM", fields=_FIELDS | _RMS, biases=_LLAMA_BIASES
@@ -107,6 +151,30 @@ ARCHITECTURES = {
         fields=_FIELDS | _RMS,
         biases=_ATTENTION_BIAS,
         layer=_LLAMA | _HEAD_NORMS,
+    ),
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe",
+        name="Qwen2MoeForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _EXPERT_COUNTS
+        | _EXPERT_SIZE
+        | _RENORMALIZES
+        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        constants={"norm_topk_prob": False},
+        biases={"qkv_bias": "attn_q.bias"},
+        layer=_LLAMA
+        | _EXPERTS
+        | {name: module.replace("experts", "expert") for name, module in _SHARED_EXPERTS.items()},
+        rows={"ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight"},
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe",
+        name="Qwen3MoeForCausalLM",
+        fields=_FIELDS | _RMS | _EXPERT_COUNTS | _EXPERT_SIZE | _RENORMALIZES,
+        constants={"norm_topk_prob": True},
+        biases=_ATTENTION_BIAS,
+        layer=_LLAMA | _HEAD_NORMS | _EXPERTS,
     ),
     "gemma": Architecture(
         model_type="gemma",
@@ -252,6 +320,18 @@ ARCHITECTURES = {
         fields=_FIELDS | _RMS,
         layer=_ATTENTION | _GATED_MLP | _HEAD_NORMS | _NORMS_AFTER,
     ),
+    "olmoe": Architecture(
+        model_type="olmoe",
+        name="OlmoeForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _EXPERT_COUNTS
+        | _RENORMALIZES
+        | {"attention.clamp_kqv": "clip_qkv"},
+        constants={"norm_topk_prob": False},
+        biases=_ATTENTION_BIAS,
+        layer=_LLAMA | _HEAD_NORMS | _EXPERTS,
+    ),
     "stablelm": Architecture(
         model_type="stablelm",
         name="StableLmForCausalLM",
@@ -343,11 +423,56 @@ ARCHITECTURES = {
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
+    "glm4moe": Architecture(
+        model_type="glm4_moe",
+        name="Glm4MoeForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _EXPERT_SIZE
+        | _RENORMALIZES
+        | {
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_count": "n_shared_experts",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        constants={"norm_topk_prob": False, "first_k_dense_replace": 0},
+        biases={**_ATTENTION_BIAS, "use_qk_norm": "attn_q_norm.weight"},
+        layer=_ATTENTION
+        | _GATED_MLP
+        | _HEAD_NORMS
+        | _NORM_AFTER_ATTENTION
+        | _EXPERTS
+        | _SHARED_EXPERTS,
+        vectors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        gating=SIGMOID,
+    ),
     "ernie4_5": Architecture(
         model_type="ernie4_5",
         name="Ernie4_5ForCausalLM",
         fields=_FIELDS | _RMS,
         biases={"use_bias": "attn_q.bias"},
+    ),
+    "ernie4_5-moe": Architecture(
+        model_type="ernie4_5_moe",
+        name="Ernie4_5_MoeForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | {
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        constants={"moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+        biases={"use_bias": "attn_q.bias"},
+        layer=_LLAMA | _EXPERTS | _SHARED_EXPERTS,
+        rows={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
     ),
     "seed_oss": Architecture(
         model_type="seed_oss",
@@ -355,6 +480,22 @@ ARCHITECTURES = {
         fields=_FIELDS | _RMS,
         biases={**_LLAMA_BIASES, "attention_out_bias": "attn_output.bias"},
         layer=_LLAMA | {"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        name="GptOssForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _WINDOW
+        | {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        constants={"has_separate_experts": True},
+        biases=_ATTENTION_BIAS,
+        layer=_ATTENTION | _NORM_AFTER_ATTENTION | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
+        vectors={"attn_sinks.weight": "self_attn.sinks"},
     ),
     "hunyuan-dense": Architecture(
         model_type="hunyuan_v1_dense",

@@ -12,22 +12,27 @@ from typing import Any
 from toolkit.errors import CheckpointError
 from toolkit.gguf.architectures import ARCHITECTURES, Architecture
 from toolkit.gguf.file import GGUF, GGUFTensor, TensorType
+from toolkit.gguf.sizes import LAYER, MAX_EXPERTS, check_sizes, drafting_layers
+from toolkit.gguf.values import Values, shortest
 
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _TOP = re.compile(r"(.+)\.(weight|bias)")
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _READ_ELSEWHERE = re.compile(
     r"""
     vocab_size | rope\.dimension_count | rope\.scaling\.\w+ | tensor_data_layout | pooling_type
     | attention\.(causal|(key|value)_length|head_count_kv|layer_norm_epsilon|sliding_window\w*)
-    | attention\.temperature_(scale|length)
+    | attention\.temperature_(scale|length) | nextn_predict_layers
+    | expert_(gating_func|shared_feed_forward_length)
     """,
     re.VERBOSE,
 )
 """Metadata that is read below, or that repeats what the architecture implies."""
+_REQUIRED = (
+    *("block_count", "embedding_length", "attention.head_count", "context_length"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length"),
+)
 _DTYPES = {"F32": "float32", "F16": "float16"}
 _MAX_FACTORS = 4096
-_MAX_SIZE = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,9 @@ def architecture(model: GGUF) -> Architecture:
     """Raises CheckpointError if tk does not run the architecture from GGUF files."""
     name = model.get("general.architecture", str)
     if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
+        kind = ARCHITECTURES[name]
+        has_experts = model.get(f"{name}.expert_count", object)
+        return kind.with_experts if kind.with_experts and has_experts else kind
     raise CheckpointError(
         f"{model.files[0]}: unsupported architecture {name!r}. Supported in GGUF files: "
         f"{', '.join(ARCHITECTURES)}. Use the original model in safetensors: tk show NAME says "
@@ -63,8 +70,10 @@ def architecture(model: GGUF) -> Architecture:
 def named_tensors(model: GGUF) -> list[NamedTensor]:
     """Return the tensors under their names in the original checkpoint.
 
-    A tensor with no name there keeps its own, so that the loader names it in its error."""
-    return [named for tensor in model.tensors for named in _named(model, tensor)]
+    A tensor with no name there keeps its own, so that the loader names it in its error. Those of
+    layers that only draft are left out."""
+    drafting = drafting_layers(Values(model))
+    return [named for tensor in model.tensors for named in _named(model, tensor, drafting)]
 
 
 def read_config(model: GGUF) -> dict[str, Any]:
@@ -73,7 +82,7 @@ def read_config(model: GGUF) -> dict[str, Any]:
     Raises CheckpointError for an unsupported architecture, a missing or wrong value, or one that
     may change what the model computes and that tk does not know."""
     kind = architecture(model)
-    values = _Values(model)
+    values = Values(model)
     _refuse_unknown(model, kind, values)
     names = {tensor.name: tensor for tensor in model.tensors}
     if "token_embd.weight" not in names:
@@ -95,10 +104,12 @@ def read_config(model: GGUF) -> dict[str, Any]:
         token = model.get(f"tokenizer.ggml.{key}_token_id", int)
         if token is not None:
             config[name] = token
-    for required in ("block_count", "embedding_length", "attention.head_count", "context_length"):
+    for required in _REQUIRED:
         if required in kind.fields and kind.fields[required] not in config:
             raise CheckpointError(f"{model.files[0]} has no metadata {values.name(required)}.")
-    _check_sizes(config, names, values)
+    check_sizes(kind, names, values)
+    if "block_count" in kind.fields:
+        config[kind.fields["block_count"]] -= len(drafting_layers(values))
     if "rope.freq_base" in kind.fields:
         _add_rotation(config, model, values)
     finish = _FINISH.get(model.get("general.architecture", str))
@@ -107,107 +118,23 @@ def read_config(model: GGUF) -> dict[str, Any]:
     return config
 
 
-class _Values:
-    """Metadata of the architecture."""
-
-    def __init__(self, model: GGUF) -> None:
-        self._model = model
-        self._prefix = f"{model.get('general.architecture', str)}."
-
-    def name(self, key: str) -> str:
-        return self._prefix + key
-
-    def get(self, key: str) -> Any:
-        """Return a value, None if there is none. Equal values for all layers become one."""
-        value = self._model.get(self.name(key), (int, float, str, list))
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            return value[0]
-        if isinstance(value, list):
-            raise CheckpointError(
-                f"{self._model.files[0]} has a {self.name(key)} for each layer, {value[:8]}. tk "
-                f"needs the same in all layers."
-            )
-        if isinstance(value, float):
-            return _shortest(value)
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive number. Raises CheckpointError for any other value."""
-        value = self.get(key)
-        if value is None and default is not None:
-            value = default
-        if not isinstance(value, int) or not 0 < value < _MAX_SIZE:
-            raise self.error(f"{self.name(key)} {value!r}, which is not a size")
-        return value
-
-    def error(self, problem: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._model.files[0]} has {problem}. Fetch or copy it again, or convert the model "
-            f"again."
-        )
-
-    def names(self) -> Iterator[str]:
-        for key in self._model.metadata:
-            if key.startswith(self._prefix):
-                yield key.removeprefix(self._prefix)
-
-
-def _shortest(value: float) -> float:
-    """Return the number with the fewest digits that rounds to this fp32 number."""
-    for digits in range(6, 10):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", value):
-            return short
-    return value
-
-
-def _refuse_unknown(model: GGUF, kind: Architecture, values: _Values) -> None:
+def _refuse_unknown(model: GGUF, kind: Architecture, values: Values) -> None:
     for key in values.names():
         if key in kind.fields or _READ_ELSEWHERE.fullmatch(key):
             continue
         value = model.get(values.name(key), object)
-        if key == "expert_count" and value:
-            raise CheckpointError(
-                f"{model.files[0]} is a mixture of {value} experts. tk runs only dense models from "
-                f"GGUF files. Use the original model in safetensors."
-            )
         if value not in (0, False, "", []):
-            raise CheckpointError(
-                f"{model.files[0]} has {values.name(key)}: {value!r:.60}, which tk does not know "
-                f"for this architecture. Use the original model in safetensors."
-            )
+            raise _unknown(model, values.name(key), value)
+    gating = values.get("expert_gating_func")
+    if gating not in (None, 0, kind.gating):
+        raise _unknown(model, values.name("expert_gating_func"), gating)
 
 
-def _check_sizes(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
-    """Compare sizes with the tensors' shapes, so that no model of another size is built.
-
-    Raises CheckpointError if they differ."""
-    layers = {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
-    heads = values.size("attention.head_count")
-    hidden = values.size("embedding_length")
-    kv_heads = values.size("attention.head_count_kv", heads)
-    head_size = values.size("attention.key_length", hidden // heads)
-    inner = values.size("feed_forward_length", 4 * hidden)
-    vocab_size = names["token_embd.weight"].shape[0]
-    q, kv = heads * head_size, kv_heads * head_size
-    expected = {
-        "token_embd.weight": (vocab_size, hidden),
-        "position_embd.weight": (values.size("context_length"), hidden),
-        "blk.0.attn_q.weight": (q, hidden),
-        "blk.0.attn_k.weight": (kv, hidden),
-        "blk.0.attn_qkv.weight": (q + 2 * kv, hidden),
-        "blk.0.attn_output.weight": (hidden, q),
-        "blk.0.ffn_down.weight": (hidden, inner),
-    }
-    count = values.size("block_count")
-    if count > len(names) or layers != set(range(count)):
-        raise values.error(f"block_count {count}, and tensors of {len(layers)} layers")
-    for name, shape in expected.items():
-        if name in names and names[name].shape != shape:
-            raise values.error(
-                f"sizes that give {name} the shape {list(shape)}, and it has "
-                f"{list(names[name].shape)}"
-            )
+def _unknown(model: GGUF, key: str, value: object) -> CheckpointError:
+    return CheckpointError(
+        f"{model.files[0]} has {key}: {value!r:.60}, which tk does not know for this "
+        f"architecture. Use the original model in safetensors."
+    )
 
 
 def _dtype(model: GGUF) -> str:
@@ -224,7 +151,7 @@ def _head_size(config: dict[str, Any]) -> int:
     return int(config.get("head_dim") or hidden // max(1, heads))
 
 
-def _add_rotation(config: dict[str, Any], model: GGUF, values: _Values) -> None:
+def _add_rotation(config: dict[str, Any], model: GGUF, values: Values) -> None:
     """Add the rotation's base, its part of a head, and its scaling."""
     head_size = _head_size(config)
     if values.get("attention.value_length") not in (None, head_size):
@@ -246,7 +173,7 @@ def _add_rotation(config: dict[str, Any], model: GGUF, values: _Values) -> None:
     config["rope_parameters"] = parameters
 
 
-def _scaling(config: dict[str, Any], model: GGUF, values: _Values, rotated: int) -> dict[str, Any]:
+def _scaling(config: dict[str, Any], model: GGUF, values: Values, rotated: int) -> dict[str, Any]:
     factors = _factors(model, rotated)
     numbers = (
         *("original_context_length", "factor", "attn_factor"),
@@ -321,22 +248,41 @@ def _factors(model: GGUF, rotated: int) -> dict[str, list[float]]:
         with tensor.file.open("rb") as stream:
             stream.seek(tensor.start)
             factors = struct.unpack(f"<{rotated // 2}f", stream.read(tensor.num_bytes))
-        found[tensor.name.removesuffix(".weight")] = [_shortest(factor) for factor in factors]
+        found[tensor.name.removesuffix(".weight")] = [shortest(factor) for factor in factors]
     return found
 
 
-def _named(model: GGUF, tensor: GGUFTensor) -> Iterator[NamedTensor]:
-    if tensor.name in _NOT_WEIGHTS:
+def _named(model: GGUF, tensor: GGUFTensor, drafting: range) -> Iterator[NamedTensor]:
+    in_layer, at_top = LAYER.fullmatch(tensor.name), _TOP.fullmatch(tensor.name)
+    if tensor.name in _NOT_WEIGHTS or (in_layer is not None and int(in_layer[1]) in drafting):
         return
     kind = architecture(model)
     whole = NamedTensor(tensor.name, tensor, tensor.shape, tensor.start, tensor.num_bytes)
-    in_layer, at_top = _LAYER.fullmatch(tensor.name), _TOP.fullmatch(tensor.name)
-    if in_layer is not None and in_layer[2] in _layer_names(model, kind):
-        prefix, module = kind.layer_name.format(in_layer[1]), _layer_names(model, kind)[in_layer[2]]
-        yield from _parts(model, kind, whole, in_layer[2], prefix + module, in_layer[3])
+    if in_layer is not None:
+        yield from _named_in_layer(model, kind, whole, in_layer)
     elif at_top is not None and at_top[1] in kind.top:
         offset = kind.norm_offset if tensor.name == "output_norm.weight" else 0.0
         yield replace(whole, name=f"{kind.top[at_top[1]]}.{at_top[2]}", offset=offset)
+    else:
+        yield whole
+
+
+def _named_in_layer(
+    model: GGUF, kind: Architecture, whole: NamedTensor, match: re.Match[str]
+) -> Iterator[NamedTensor]:
+    index, own, part = match.groups()
+    prefix, modules, tensor = (
+        kind.layer_name.format(index),
+        _layer_names(model, kind),
+        f"{own}.{part}",
+    )
+    if tensor in kind.vectors:
+        yield replace(whole, name=prefix + kind.vectors[tensor])
+    elif tensor in kind.rows:
+        shape = (1, *whole.shape) if len(whole.shape) == 1 else whole.shape
+        yield replace(whole, name=prefix + kind.rows[tensor], shape=shape)
+    elif own in modules:
+        yield from _parts(model, kind, whole, own, prefix + modules[own], part)
     else:
         yield whole
 
@@ -358,10 +304,18 @@ def _parts(
     """Yield a tensor of a layer under its name, or its parts if they have names of their own."""
     if "{head}" in module:
         if len(whole.shape) != 2:
-            raise _Values(model).error(f"{whole.name} of the shape {list(whole.shape)}")
+            raise Values(model).error(f"{whole.name} of the shape {list(whole.shape)}")
         heads, size = whole.shape
         for head in range(heads):
             yield _rows(whole, f"{module.format(head=head)}.{part}", head, 1, (size,))
+    elif "{expert}" in module:
+        values = Values(model)
+        count = values.size("expert_count")
+        if len(whole.shape) < 2 or whole.shape[0] != count or count > MAX_EXPERTS:
+            raise values.error(f"{whole.name} of the shape {list(whole.shape)} for {count} experts")
+        for expert in range(count):
+            name = f"{module.format(expert=expert)}.{part}"
+            yield _rows(whole, name, expert, 1, whole.shape[1:])
     elif "{q,k,v}" in module:
         config = read_config(model)
         size = _head_size(config)
@@ -374,7 +328,7 @@ def _parts(
             yield _rows(whole, name, first, rows, (rows, *whole.shape[1:]))
             first += rows
     elif kind.has_pairs and own in ("attn_q", "attn_k"):
-        values = _Values(model)
+        values = Values(model)
         heads = values.get("attention.head_count")
         if own == "attn_k":
             heads = values.get("attention.head_count_kv") or heads
@@ -402,21 +356,21 @@ def _rows(
 # ---- what some architectures need besides
 
 
-def _finish_llama(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
+def _finish_llama(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     window = values.get("attention.sliding_window")
-    if window:
+    if window and config["model_type"] == "llama":
         config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         config["sliding_window"] = window
         for field in ("attention_bias", "mlp_bias"):
             del config[field]
 
 
-def _finish_gemma2(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
+def _finish_gemma2(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     # The largest model has fewer entries in a head than the scale of its scores says.
     config["query_pre_attn_scalar"] = _scores_scale(config, layers=46)
 
 
-def _finish_gemma3(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
+def _finish_gemma3(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     config["query_pre_attn_scalar"] = _scores_scale(config, layers=62)
     config.setdefault("sliding_window", None)
     if config["sliding_window"] is None:
@@ -429,12 +383,12 @@ def _scores_scale(config: dict[str, Any], layers: int) -> float:
     return float(_head_size(config))
 
 
-def _finish_falcon(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
+def _finish_falcon(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     config["num_ln_in_parallel_attn"] = 2 if "blk.0.attn_norm_2.weight" in names else 1
     config.setdefault("num_kv_heads", config["num_attention_heads"])
 
 
-def _finish_olmo2(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
+def _finish_olmo2(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     window = values.get("attention.sliding_window")
     if window:
         config |= {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
@@ -444,24 +398,34 @@ def _finish_olmo2(config: dict[str, Any], names: dict[str, GGUFTensor], values: 
             del config["rope_parameters"]["partial_rotary_factor"]
 
 
-def _finish_exaone4(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
+def _finish_exaone4(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     config.setdefault("sliding_window", None)
 
 
-def _finish_granite(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
+def _finish_granite(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     if not config.get("attention_multiplier"):
         config["attention_multiplier"] = _head_size(config) ** -0.5
     for field in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         config[field] = config.get(field) or 1.0
 
 
-def _finish_mistral3(config: dict[str, Any], names: dict[str, GGUFTensor], values: _Values) -> None:
+def _finish_glm4moe(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
+    if not config.get("routed_scaling_factor"):
+        config["routed_scaling_factor"] = 1.0
+
+
+def _finish_gpt_oss(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"]["truncate"] = False  # llama.cpp rounds, the original does not
+
+
+def _finish_mistral3(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
     beta = values.get("attention.temperature_scale")
     if beta:
         config["rope_parameters"]["llama_4_scaling_beta"] = beta
 
 
-_FINISH: dict[str, Callable[[dict[str, Any], dict[str, GGUFTensor], _Values], None]] = {
+_FINISH: dict[str, Callable[[dict[str, Any], dict[str, GGUFTensor], Values], None]] = {
     "llama": _finish_llama,
     "gemma2": _finish_gemma2,
     "gemma3": _finish_gemma3,
@@ -469,5 +433,7 @@ _FINISH: dict[str, Callable[[dict[str, Any], dict[str, GGUFTensor], _Values], No
     "olmo2": _finish_olmo2,
     "exaone4": _finish_exaone4,
     "granite": _finish_granite,
+    "glm4moe": _finish_glm4moe,
+    "gpt-oss": _finish_gpt_oss,
     "mistral3": _finish_mistral3,
 }

@@ -319,9 +319,12 @@ def _tensor_bytes(
         packing = packings and packings.find(name)
         if packing:
             found = packing.layout
-            if device.kind != "cuda" and found.kind in (Kind.FP8, Kind.MXFP4):
-                return DENSE if found.kind is Kind.FP8 else MXFP4_AS_INTEGERS
-            if device.kind == "cuda" and parameter.kind == "expert":
+            is_expert = device.kind == "cuda" and parameter.kind == "expert"
+            if found.kind is Kind.MXFP4 and not is_expert:
+                return MXFP4_AS_INTEGERS
+            if found.kind is Kind.FP8 and device.kind != "cuda":
+                return DENSE
+            if is_expert:
                 rows = (parameter.size // columns,)
                 return of_experts({found}, rows, columns, in_float32=dtype == "float32")
             return found

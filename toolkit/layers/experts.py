@@ -25,10 +25,12 @@ from toolkit.kernels.reference import Routing
 from toolkit.kernels.table import Kernels, kernels_for
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
 from toolkit.weights.collected import packed_slots
+from toolkit.weights.formats.mxfp4 import Microscaled
+from toolkit.weights.mxfp4 import MXFP4Weight
 from toolkit.weights.quantization import find_packing, new_stack, unquantized
 from toolkit.weights.slots import UNREAD, JoinedSlot, Slot, Slots, StackedSlot, joined_slot
 from toolkit.weights.source import Source
-from toolkit.weights.weight import StackableWeight, Weight, parameter
+from toolkit.weights.weight import StackableWeight, parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,13 @@ class Experts(nn.Module, abc.ABC):
     Under tensor parallelism a rank has a part of each expert or, if `own` is not full, complete
     experts. Either way it computes a part of a sum over the ranks."""
 
-    def __init__(self, hidden: int, size: int, experts: Sequence[Projections], own: Shard) -> None:
+    def __init__(
+        self, hidden: int, size: int, experts: Sequence[Projections], own: Shard, *, bias: bool
+    ) -> None:
         """`size`: features of an expert, on all ranks; `own`: the experts of this rank."""
         super().__init__()
         self.hidden, self.size, self.experts, self.own = hidden, size, experts, own
+        self._has_bias = bias
         self._packings = {
             source.name: find_packing(source.name)
             for one in experts
@@ -112,6 +117,8 @@ class Experts(nn.Module, abc.ABC):
                 elif source.stack is None and packing is not None:
                     kinds = packing.parts(*map(full_shard, shape))
                     slots |= dict.fromkeys(map(source.tensor, kinds), UNREAD)
+                if source.stack is None and self._has_bias:
+                    slots[source.tensor("bias")] = UNREAD
         return slots
 
 
@@ -144,7 +151,7 @@ class ListedExperts(Experts):
         *,
         bias: bool = False,
     ) -> None:
-        super().__init__(hidden, size, experts, own)
+        super().__init__(hidden, size, experts, own, bias=bias)
 
         def gated(one: Projections) -> nn.Module:
             sources = one.gate, one.up
@@ -190,7 +197,7 @@ class StackedExperts(Experts):
         bias: bool = False,
     ) -> None:
         """`size`: this rank's features of an expert."""
-        super().__init__(hidden, size.total, experts, own)
+        super().__init__(hidden, size.total, experts, own, bias=bias)
         self._activation, self._kernels, self._features = activation, kernels, size
         self._is_interleaved = all(one.gate.is_every_second_row for one in experts)
         both = [self._packings[part.name] for one in experts for part in (one.gate, one.up)]
@@ -259,7 +266,10 @@ class StackedExperts(Experts):
         """Return the slots of a projection, whose first row in a stack is `first`."""
         rows, packing = slice(first, first + shards[0].count), self._packings[source.name]
         slots: dict[str, Slot | JoinedSlot] = {}
-        if packing is None or not isinstance(weight, Weight):
+        if packing is None or (
+            isinstance(weight, MXFP4Weight) and isinstance(packing, Microscaled)
+        ):
+            # Plain, or stored as it is multiplied.
             slots |= weight.part_slots(rows, shards, transpose=source.transpose)
         else:
             slots |= packed_slots(weight, source.name, packing, rows, shards)

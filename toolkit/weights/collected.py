@@ -12,11 +12,11 @@ from toolkit.errors import CheckpointError
 from toolkit.weights.formats.packing import Packing, Part
 from toolkit.weights.groups import Decoded, select
 from toolkit.weights.slots import FLOATS, UNREAD, JoinedSlot, Slot
-from toolkit.weights.weight import Weight
+from toolkit.weights.weight import Stored
 
 
 def packed_slots(
-    weight: Weight,
+    weight: Stored,
     name: str,
     packing: Packing,
     rows: slice,

@@ -9,6 +9,7 @@ from toolkit.errors import CheckpointError, ConfigError
 from toolkit.kernels import mxfp4
 from toolkit.kernels.reference import Stack
 from toolkit.weights.formats.packing import divided
+from toolkit.weights.groups import Decoded, Groups, pack_nibbles
 from toolkit.weights.slots import Slot
 from toolkit.weights.weight import StackableWeight, parameter
 
@@ -67,6 +68,15 @@ class MXFP4Weight(StackableWeight):
             "blocks": Slot(self.values[rows, own], shards=parts, order=order),
             "scales": Slot(self.scales[rows, own], shards=parts, order=order),
         }
+
+    def write(self, rows: slice, decoded: Decoded) -> None:
+        """Copy rows of integers that are twice the numbers. -0 becomes 0."""
+        assert isinstance(decoded, Groups), "its packing decodes to integers"
+        own = slice(decoded.scales.shape[1])
+        numbers, scales = mxfp4.encode(decoded.values, decoded.scales)
+        blocks = pack_nibbles(numbers).view(len(numbers), -1, mxfp4.GROUP // 2)
+        self.values[rows, own].copy_(blocks)
+        self.scales[rows, own].copy_(scales)
 
     def fill_randomly(self, generator: torch.Generator) -> None:
         columns = slice(self.shape[1] // mxfp4.GROUP)

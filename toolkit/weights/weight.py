@@ -72,6 +72,10 @@ class Stored(nn.Module, abc.ABC):
         shards: of a checkpoint's rows and columns. The rest is as in `Slot`."""
         raise NotImplementedError(_FINISHED)
 
+    def write(self, rows: slice, decoded: Decoded) -> None:
+        """Copy rows from a quantized checkpoint."""
+        raise NotImplementedError(_FINISHED)
+
     def fill_randomly(self, generator: torch.Generator) -> None:
         """Fill with normal random numbers of a standard deviation of DUMMY_STD."""
         raise NotImplementedError(_FINISHED)
@@ -133,10 +137,6 @@ class Weight(Stored):
         return self.take(own.where(is_own, 0)).masked_fill(~is_own[:, None], 0.0)
 
     # Until `finish`
-
-    def write(self, rows: slice, decoded: Decoded) -> None:
-        """Copy rows from a quantized checkpoint."""
-        raise NotImplementedError(_FINISHED)
 
     def dequantize(self, rows: slice = ALL) -> torch.Tensor:
         """Return rows in fp32."""

@@ -1,6 +1,6 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925): sinks, windows in turn, experts with clamped gates."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from toolkit.models.architectures.llama import llama_layer
 from toolkit.models.describe import Decoder, Layer
@@ -40,6 +40,7 @@ class Config(WindowedConfig, kw_only=True):
     experts_per_token: Size | None = None  # old spelling
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    has_separate_experts: bool = False  # each has tensors of its own, as in GGUF
 
     def __post_init__(self) -> None:
         if not (self.rope_parameters or self.rope_scaling):
@@ -53,15 +54,9 @@ class Config(WindowedConfig, kw_only=True):
 
 
 def describe(config: Config) -> Decoder:
-    both = 2 * config.intermediate_size
-    stored: dict[str, Any] = {"transpose": True, "is_bare": True}
-
     def layer(name: str, index: int) -> Layer:
         block, attn = f"{name}.mlp", f"{name}.self_attn"
-        gate, up = (
-            Source(f"{block}.experts.gate_up_proj", RowOrder(both, range(nth, both, 2)), **stored)
-            for nth in range(2)
-        )
+        stacks = {} if config.has_separate_experts else _stacks(config, f"{block}.experts")
         experts = gated_experts(
             config,
             block,
@@ -71,9 +66,7 @@ def describe(config: Config) -> Decoder:
             renormalizes=True,
             bias=True,
             router=Source(f"{block}.router"),
-            gate=gate,
-            up=up,
-            down=Source(f"{block}.experts.down_proj", **stored),
+            **stacks,
         )
         return llama_layer(
             config,
@@ -86,3 +79,14 @@ def describe(config: Config) -> Decoder:
         )
 
     return decoder(config, layer, rms_norm(config, "model.norm"))
+
+
+def _stacks(config: Config, name: str) -> dict[str, Source]:
+    """Return the sources of all experts: rows of gate and up are in turn, in one tensor."""
+    both = 2 * config.intermediate_size
+    gate, up = (
+        Source(f"{name}.gate_up_proj", RowOrder(both, range(nth, both, 2)), True, is_bare=True)
+        for nth in range(2)
+    )
+    down = Source(f"{name}.down_proj", transpose=True, is_bare=True)
+    return {"gate": gate, "up": up, "down": down}

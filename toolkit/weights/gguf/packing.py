@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from toolkit.gguf.file import TYPES
 from toolkit.weights.formats import Header, Packing, Packings, Part
-from toolkit.weights.formats.packing import Parts
-from toolkit.weights.layout import Kind, Layout
+from toolkit.weights.formats.packing import Parts, groups_of
+from toolkit.weights.layout import MXFP4, Kind, Layout
 
 if TYPE_CHECKING:
     from toolkit.distributed import Shard
@@ -32,7 +32,7 @@ LAYOUTS = {
     "Q6_K": _layout(8, 16, "float32"),
     "IQ4_NL": _layout(8, 32, "float16"),
     "IQ4_XS": _layout(8, 32, "float32"),
-    "MXFP4": _layout(8, 32, "bfloat16"),
+    "MXFP4": MXFP4,
 }
 """Layouts that hold a type's weights exactly."""
 
@@ -50,6 +50,7 @@ class GGUFPacking(Packing):
         return LAYOUTS[self.type]
 
     def parts(self, rows: Shard, columns: Shard) -> dict[str, Part]:
+        groups_of(columns, self.layout.group)  # raises if one is cut
         return {"weight": Part("uint8", (rows, columns))}
 
     def decode(self, parts: Parts, rows: Shard, columns: Shard) -> Decoded:
