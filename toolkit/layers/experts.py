@@ -25,8 +25,6 @@ from toolkit.kernels.reference import Routing
 from toolkit.kernels.table import Kernels, kernels_for
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
 from toolkit.weights.collected import packed_slots
-from toolkit.weights.formats.mxfp4 import Microscaled
-from toolkit.weights.mxfp4 import MXFP4Weight
 from toolkit.weights.quantization import find_packing, new_stack, unquantized
 from toolkit.weights.slots import UNREAD, JoinedSlot, Slot, Slots, StackedSlot, joined_slot
 from toolkit.weights.source import Source
@@ -266,10 +264,7 @@ class StackedExperts(Experts):
         """Return the slots of a projection, whose first row in a stack is `first`."""
         rows, packing = slice(first, first + shards[0].count), self._packings[source.name]
         slots: dict[str, Slot | JoinedSlot] = {}
-        if packing is None or (
-            isinstance(weight, MXFP4Weight) and isinstance(packing, Microscaled)
-        ):
-            # Plain, or stored as it is multiplied.
+        if packing is None or weight.holds(packing):
             slots |= weight.part_slots(rows, shards, transpose=source.transpose)
         else:
             slots |= packed_slots(weight, source.name, packing, rows, shards)

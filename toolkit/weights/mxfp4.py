@@ -8,7 +8,8 @@ from toolkit.distributed import Shard
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.kernels import mxfp4
 from toolkit.kernels.reference import Stack
-from toolkit.weights.formats.packing import divided
+from toolkit.weights.formats.mxfp4 import Microscaled
+from toolkit.weights.formats.packing import Packing, divided
 from toolkit.weights.groups import Decoded, Groups, pack_nibbles
 from toolkit.weights.slots import Slot
 from toolkit.weights.weight import StackableWeight, parameter
@@ -41,6 +42,9 @@ class MXFP4Weight(StackableWeight):
         rows = self.shape[0] // count
         words = self.values.view(-1).view(torch.int16).view(count, -1, rows, mxfp4.GROUP)
         return Stack(words, self.scales.view(-1).view(torch.int32).view(count, -1, rows))
+
+    def holds(self, packing: Packing) -> bool:
+        return isinstance(packing, Microscaled)
 
     def arrange_stack(self, count: int) -> None:
         if int(self.scales.max()) > mxfp4.MAX_SCALE:

@@ -19,6 +19,7 @@ from toolkit.weights.slots import Slot
 if TYPE_CHECKING:
     from toolkit.kernels.triton.lora import Factors
     from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.weights.formats import Packing
 
     Rows = torch.Tensor | Unscaled
 
@@ -87,6 +88,10 @@ class StackableWeight(Stored):
     @abc.abstractmethod
     def stack(self, count: int) -> reference.Stack:
         """Return views of the weights of so many experts."""
+
+    def holds(self, packing: Packing) -> bool:
+        """Return True if `part_slots` are those of what the packing stores, as it is."""
+        return False
 
     def arrange_stack(self, count: int) -> None:
         """Put the weights of so many experts in the order of the kernels, in place."""
