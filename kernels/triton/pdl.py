@@ -85,10 +85,10 @@ EARLY = {
     ),
     "expert_kernels.sum_kernel": Early(step=("id_ptr",)),
     "expert_kernels.up_kernel": Early(),
-    "expert_kernels.vector_down_kernel": Early(
+    "expert_vectors.vector_down_kernel": Early(
         constant=("weight_ptr", "scale_ptr", "bias_ptr"), recent=("id_ptr", "share_ptr")
     ),
-    "expert_kernels.vector_up_kernel": Early(),
+    "expert_vectors.vector_up_kernel": Early(),
     "fp8._quantize_kernel": Early(),
     "fp8._vector_kernel": Early(
         constant=("weight_ptr", "scale_ptr", "bias_ptr", "block_ptr", "row_part_ptr"),

@@ -24,7 +24,8 @@ from toolkit.executor import Pending
 from toolkit.models.build import build_model, load_config
 from toolkit.models.model import Model
 from toolkit.models.pipeline_split import split_layers
-from toolkit.scheduler import ModelOutput, Request, Scheduler, SchedulerOutput
+from toolkit.scheduler import ModelOutput, Request, SchedulerOutput
+from toolkit.scheduler.running import RunningRequests
 from toolkit.sequence import SequenceSpec
 from toolkit.weights.loader import load_weights
 from tools.bench.loop import RandomTokens
@@ -77,13 +78,13 @@ def test_all_kinds_of_sampling_and_embeddings_equal_one_process(
 ) -> None:
     """Few blocks: requests are preempted with a token in flight, and swapped on every stage."""
     preempted = []
-    preempt = Scheduler._preempt
+    preempt = RunningRequests.preempt
 
-    def counted(self: Scheduler, request: Request, step: object, *, swap: bool = True) -> None:
+    def counted(self: RunningRequests, request: Request, *, swap: bool = True) -> object:
         preempted.append(request.num_in_flight)
-        preempt(self, request, step, swap=swap)
+        return preempt(self, request, swap=swap)
 
-    monkeypatch.setattr(Scheduler, "_preempt", counted)
+    monkeypatch.setattr(RunningRequests, "preempt", counted)
     kinds = [
         SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True, n=2),
         SamplingParams(

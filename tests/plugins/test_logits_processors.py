@@ -13,7 +13,7 @@ import torch
 from tests import checkpoints
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.errors import ConfigError, EngineError, InvalidRequestError, PluginError
-from toolkit.scheduler import Scheduler
+from toolkit.scheduler.running import RunningRequests
 
 NAMES = tuple(
     f"tests.inside.plugged:{name}" for name in ("NoRepeat", "Unseen", "Booster", "Failing")
@@ -68,10 +68,10 @@ def test_only_rows_that_ask_are_changed(llm: LLM) -> None:
 
 def test_state_is_rebuilt_after_a_preemption(checkpoint, monkeypatch) -> None:
     preempted = []
-    preempt = Scheduler._preempt
+    preempt = RunningRequests.preempt
     monkeypatch.setattr(
-        Scheduler,
-        "_preempt",
+        RunningRequests,
+        "preempt",
         lambda self, *given, **options: preempted.append(1) or preempt(self, *given, **options),
     )
     params = SamplingParams(**GREEDY, extra_args={"unseen": True, "no_repeat": 1})
