@@ -14,6 +14,7 @@ and of the one after it are in the order of pairs."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -163,26 +164,34 @@ def best_tiles(
 
     stacks, columns: of up and of down. Blocks have room for twice the mean number of an expert's
     pairs, so that most experts have one block and their weights are read once."""
+    # More sums of integers, which are scaled in a second set of registers, have no room.
+    largest = 64 if any(one.values.dtype == torch.uint16 for one in stacks) else 128
+    tokens = _best_pairs(num_tokens, num_chosen, len(stacks[0].values), largest)
+    up, down = (
+        _best_tile(format_of(weight, count).kind, weight.values.itemsize, count, tokens)
+        for weight, count in zip(stacks, columns, strict=True)
+    )
+    return Tiles(up, down)
+
+
+@cache
+def _best_pairs(num_tokens: int, num_chosen: int, num_experts: int, largest: int) -> int:
     if num_tokens <= FEW_TOKENS:
-        tokens = 8 if num_tokens <= 8 else 16
-    else:
-        most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
-        mean = most * num_chosen // len(stacks[0].values)
-        # More sums of integers, which are scaled in a second set of registers, have no room.
-        largest = 64 if any(one.values.dtype == torch.uint16 for one in stacks) else 128
-        tokens = min(largest, max(16, triton.next_power_of_2(2 * mean)))
-    return Tiles(*(_best_tile(*both, tokens) for both in zip(stacks, columns, strict=True)))
+        return 8 if num_tokens <= 8 else 16
+    most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
+    twice = 2 * most * num_chosen // num_experts
+    return min(largest, max(16, 1 << max(0, twice - 1).bit_length()))
 
 
-def _best_tile(weight: Stack, in_features: int, tokens: int) -> Tile:
-    kind = format_of(weight, in_features).kind
+@cache
+def _best_tile(kind: str, itemsize: int, in_features: int, tokens: int) -> Tile:
     if kind == "mxfp4":
         return _best_mxfp4_tile(tokens)
     if kind in ("integers", "blocks"):
         return _best_scaled_tile(tokens)
     if tokens <= FEW_PAIRS:
         return Tile(tokens, 64, 128, 4, 4)
-    columns = 128 // weight.values.itemsize
+    columns = 128 // itemsize
     if tokens == 64:
         return Tile(tokens, 128, columns, 4, 4)
     if in_features < LONG:  # two programs of a multiprocessor hide each other's begin and end
