@@ -392,6 +392,15 @@ def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, 
         assert choice(n) == choice(most), n
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "tokens"), [(60, 32), (64, 16), (128, 16), (33, 32), (32, 32)]
+)
+def test_blocks_have_room_for_twice_the_mean(kernels, num_experts, tokens):
+    """64 tokens have 8 experts each: an expert has 512 / num_experts of them on average."""
+    up = Stack(torch.empty(num_experts, 2, 1, device="meta"))
+    assert kernels.best_tiles(64, 8, (up, up), (64, 64)).up.tokens == tokens
+
+
 def test_unsupported_inputs_are_errors(kernels):
     call = make(Case(2, 16, 32, 4, 2, has_bias=True), torch.device("cpu"))
     fp8 = make(Case(2, 16, 32, 4, 2, kind="fp8"), torch.device("cpu"))
