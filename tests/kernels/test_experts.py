@@ -97,6 +97,12 @@ def make(case: Case, device: torch.device, ids: Tensor | None = None) -> dict[st
     }
 
 
+def require_whole_blocks(kind: str, hidden: int, size: int) -> None:
+    """Skip a test whose FP8 blocks the kernels refuse. Such layers are loaded in full precision."""
+    if kind == "fp8 blocks" and (hidden % 128 or 2 * size % 128):
+        pytest.skip("blocks across experts")
+
+
 def random_blocks_of_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     count, rows, columns = weight.shape
     scale = torch.exp2(torch.randn(count, rows // 128, -(-columns // 128)))
@@ -281,8 +287,7 @@ def test_sizes_and_types(kernels, device, dtype, sizes, tokens, kind, end):
     ids=str,
 )
 def test_scales_of_groups_and_blocks(kernels, device, kind, sizes, tokens, dtype, end):
-    if kind == "fp8 blocks" and (sizes[0] % 128 or 2 * sizes[1] % 128):
-        pytest.skip("rows of blocks")
+    require_whole_blocks(kind, *sizes[:2])
     has_bias, is_interleaved = end != "silu", end == "interleaved"
     activation = "silu" if end == "silu" else "clamped_swiglu"
     case = Case(tokens, *sizes, activation, dtype, kind, has_bias, is_interleaved)
@@ -490,6 +495,7 @@ def make_real(case: Case, device: torch.device) -> dict[str, object]:
 @pytest.mark.parametrize("case", REAL, ids=str)
 def test_experts_of_real_sizes(kernels, device, case, kind):
     """A second call has the same bits, although programs run in another order."""
+    require_whole_blocks(kind, case.hidden, case.size)
     is_mxfp4 = kind == "mxfp4"
     activation = "clamped_swiglu" if is_mxfp4 else "silu"
     case = replace(case, activation=activation, has_bias=is_mxfp4, is_interleaved=is_mxfp4)

@@ -560,7 +560,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         _MEDIUM
         | {
             "head_dim": 32,
-            "rotary_dim": 12,
+            "rope_parameters": _ROPE | {"rope_type": "default", "partial_rotary_factor": 0.375},
             "num_mtp_modules": 1,
             "intermediate_size": 32,
             "num_local_experts": 10,

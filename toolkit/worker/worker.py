@@ -572,11 +572,7 @@ class Worker:
                 active,
                 policy.most_step_drafts,
             )
-            made = CudaRunner(model, backend, cache, state, kernels, policy)
-            if captures and model.may_synchronize and made.synchronizes():
-                logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")
-                made.policy = replace(policy, captures=False)
-            return made
+            return CudaRunner(model, backend, cache, state, kernels, policy)
 
         def info(max_len: int, num_blocks: int, num_host_blocks: int) -> WorkerInfo:
             return self._info(
@@ -634,6 +630,8 @@ class Worker:
             f"a KV cache of {size} and {swap} of swap space", device, advice
         ):
             self.runner = runner(num_blocks, num_host_blocks, max_model_len)
+        if self._drop_graphs_that_wait():
+            logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")
         self.info = info(max_model_len, num_blocks, num_host_blocks)
         if config.cache.num_gpu_blocks_override is not None:
             with self._room_for_steps(device):
@@ -650,6 +648,7 @@ class Worker:
         warm_up = WarmUp(self.runner, self.info, self.config.scheduler.max_num_seqs)
         self._compile_kernels(warm_up, device)
         loaded()
+        self._drop_graphs_that_wait()
         if self.runner.backend.is_capturable and kernels_for(device) is not None:
             warm_up.choose_products()
         peak = warm_up.peak_bytes(samples=self.stage.is_last) - self.info.cache_bytes
@@ -658,6 +657,18 @@ class Worker:
         empty_cache()
         total = torch.cuda.mem_get_info(device)[1]
         return int(total * self.config.cache.gpu_memory_utilization) - peak
+
+    def _drop_graphs_that_wait(self) -> bool:
+        """Have the runner capture nothing if the model's code waits for the GPU. Return if so.
+
+        Call it after loading, which waits too: PyTorch watches all threads."""
+        runner = self.runner
+        if not isinstance(runner, CudaRunner) or not runner.policy.captures:
+            return False
+        if not runner.model.may_synchronize or not runner.synchronizes():
+            return False
+        runner.policy = replace(runner.policy, captures=False)
+        return True
 
     def _compile_kernels(self, warm_up: WarmUp, device: torch.device) -> None:
         """Compile all kernels, on this rank's share of the cores."""
