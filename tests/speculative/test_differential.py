@@ -1,4 +1,4 @@
-"""Random requests with each drafter and without: the same answers, in fp32 on a CPU."""
+"""Random requests with each drafter and without: the same answers, in fp32."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from tests import checkpoints
 from tests.speculative.drafting import StepLog, logged_steps, save_llama
+from tests.speculative.near_ties import (
+    NEAR,
+    require_equal_or_near_tie,
+    require_equal_or_near_ties,
+    scores,
+)
+from tests.speculative.test_eagle import eagle_tensors, write
 from toolkit import LLM, SamplingParams
-from toolkit.engine.outputs import CompletionOutput, Delta, LogprobList, RequestOutput
+from toolkit.engine.outputs import CompletionOutput, Delta, Logprob, LogprobList, RequestOutput
 from toolkit.sampling.params import StructuredOutputsParams
 
 NUM_REQUESTS = 200
@@ -102,6 +113,17 @@ def answers_of(outputs: list[RequestOutput]) -> Answers:
     return answers
 
 
+def speculation(drafter: str, folders: tuple[Path, Path], tmp_path: Path) -> dict[str, Any]:
+    """Return the configuration of a drafter."""
+    if drafter == "ngram":
+        return {"method": "ngram", "prompt_lookup_min": 1}
+    if drafter == "eagle":
+        folder = write(tmp_path / "eagle", eagle_tensors(1, bias=True))
+        return {"method": "eagle", "model": str(folder), "num_speculative_tokens": 3}
+    folder = folders[0] if drafter == "itself" else folders[1]
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+
+
 def run(llm: LLM) -> list[RequestOutput]:
     prompts, params = random_requests()
     return llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
@@ -151,11 +173,8 @@ def require_allowed_drafts(log: StepLog) -> None:
 @pytest.mark.parametrize(
     ("drafter", "swap_space"), [("ngram", 0.001), ("itself", 0), ("other", 0.001)]
 )
-def test_drafts_change_nothing(folders, expected, drafter, swap_space):
-    config: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
-    if drafter != "ngram":
-        folder = folders[0] if drafter == "itself" else folders[1]
-        config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+def test_drafts_change_nothing(folders, expected, tmp_path, drafter, swap_space):
+    config = speculation(drafter, folders, tmp_path)
     llm = LLM(str(folders[0]), **SETTINGS, swap_space=swap_space, speculative_config=config)
     with logged_steps(llm) as log:
         found = run(llm)
@@ -203,11 +222,9 @@ class Streamed:
 
 
 @pytest.mark.parametrize(("drafter", "is_async"), [("ngram", True), ("itself", False)])
-def test_streams_with_drafts_are_those_without(folders, expected, drafter, is_async):
+def test_streams_with_drafts_are_those_without(folders, expected, tmp_path, drafter, is_async):
     """Requests come one after another, and the clients of some leave early."""
-    config: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
-    if drafter == "itself":
-        config = {"method": "draft_model", "model": str(folders[0]), "num_speculative_tokens": 3}
+    config = speculation(drafter, folders, tmp_path)
     llm = LLM(str(folders[0]), **SETTINGS, async_scheduling=is_async, speculative_config=config)
     rng = random.Random(1)
     waiting, running, done = list(enumerate(zip(*random_requests(), strict=True))), [], []
@@ -243,3 +260,80 @@ def test_streams_with_drafts_are_those_without(folders, expected, drafter, is_as
     )
     assert log.num_drafts > 500
     assert 0.02 < log.acceptance_rate < 1
+
+
+@pytest.fixture(scope="module")
+def model(folders: tuple[Path, Path]) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def expected_on_gpu(folders: tuple[Path, Path]) -> list[RequestOutput]:
+    llm = LLM(str(folders[0]), **SETTINGS | {"device": "cuda", "num_threads": None})
+    found = run(llm)
+    llm.shutdown()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("drafter", ["ngram", "itself", "other", "eagle"])
+def test_drafts_change_nothing_on_a_gpu(
+    folders, model, expected_on_gpu, tmp_path, drafter: str, enforce_eager: bool
+):
+    """Tokens are the same, or differ first where two were almost equal."""
+    settings = SETTINGS | {"device": "cuda", "num_threads": None, "enforce_eager": enforce_eager}
+    config = speculation(drafter, folders, tmp_path)
+    llm = LLM(str(folders[0]), **settings, swap_space=0.001, speculative_config=config)
+    with logged_steps(llm) as log:
+        found = run(llm)
+    assert bool(llm._core.executor._worker.runner._graphs) == (not enforce_eager)
+    llm.shutdown()
+    num_ties = require_equal_or_near_ties(model, random_requests()[1], expected_on_gpu, found)
+    assert num_ties <= NUM_REQUESTS // 40
+    assert log.num_drafts > 300
+    assert log.acceptance_rate > {"ngram": 0.02, "itself": 0.7}.get(drafter, 0)
+    require_allowed_drafts(log)
+    assert sum(len(step.new_rows) for step, _ in log.steps) > sum(len(x.outputs) for x in found)
+
+
+def test_scores_are_greatest_for_tokens_of_the_engine(model, expected):
+    """The scores that decide what a near-tie is, after each token of some answers on a CPU."""
+    num_tokens, temperatures = 0, set()
+    prompts, params = random_requests()
+    for prompt, param, output in zip(prompts, params, expected, strict=True):
+        excludes = param.structured_outputs or param.allowed_token_ids or param.bad_words
+        if excludes or param.min_tokens or param.top_k or param.top_p < 1 or param.min_p:
+            continue
+        answer = output.outputs[-1]
+        tokens = list(answer.token_ids)
+        logits = checkpoints.logits(model, prompt + tokens)[len(prompt) - 1 :]
+        for at, token in enumerate(tokens):
+            found = scores(logits[at], param, prompt, tokens[:at], param.seed + answer.index)
+            assert found.argmax() == token
+        num_tokens += len(tokens)
+        temperatures.add(param.temperature)
+    assert num_tokens > 500
+    assert temperatures == {0.0, 0.3, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("gap", "logprob", "message"),
+    [(NEAR / 2, 0.0, ""), (NEAR * 2, 0.0, "no near-tie"), (0.0, NEAR * 2, "log-probabilities")],
+)
+def test_near_ties_are_told_from_other_differences(monkeypatch, gap, logprob, message):
+    """Made-up answers that differ in their second token, of which one is likelier by `gap`."""
+    logits = torch.tensor([[0.0, 3.0, 3.0 - gap, 1.0]])
+    monkeypatch.setattr(checkpoints, "logits", lambda model, tokens: logits)
+    one, other = (
+        CompletionOutput(0, token_ids=[3, token, 0], logprobs=[{3: Logprob(value, 3, "d")}])
+        for token, value in ((1, -2.0), (2, -2.0 + logprob))
+    )
+    params = SamplingParams(temperature=0.0, seed=0)
+    compare = partial(require_equal_or_near_tie, None, [0], params)
+    if message:
+        with pytest.raises(AssertionError, match=message):
+            compare(one, other)
+        return
+    assert compare(one, one)
+    assert not compare(one, other)
