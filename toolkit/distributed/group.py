@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -152,7 +153,7 @@ def connect(rank: int, size: int, rendezvous: Path | str, device: torch.device) 
     """Wait for all ranks, and return their group.
 
     `rendezvous`: a new, private folder, or the address tcp://HOST:PORT of a store.
-    Raises ConfigError if this process is a rank already."""
+    Raises ConfigError if this process is a rank already, or NCCL does not work here."""
     if size == 1:
         return SINGLE
     if dist.is_initialized():
@@ -161,6 +162,8 @@ def connect(rank: int, size: int, rendezvous: Path | str, device: torch.device) 
             "start the model in another process."
         )
     cuda = device.type == "cuda"
+    # Stages only send or only receive, so that their order is that of all other operations.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     store: Store
     if isinstance(rendezvous, str):
@@ -172,15 +175,33 @@ def connect(rank: int, size: int, rendezvous: Path | str, device: torch.device) 
         if not cuda:  # gloo listens on a port; all ranks are on this machine
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = FileStore(str(rendezvous / "ranks"), size)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if cuda else None,
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if cuda else None,
+        )
+    except dist.DistBackendError as error:
+        problem = nccl_problem(str(error))
+        if problem is None:
+            raise
+        raise ConfigError(
+            f"NCCL cannot connect the GPUs: {problem}. Check the environment variables NCCL_*; "
+            "NCCL_DEBUG=INFO shows what it does."
+        ) from None
     world = dist.group.WORLD
     return Group(
         rank, size, world, dist.new_group(backend="gloo", timeout=timeout) if cuda else world
     )
+
+
+def nccl_problem(message: str) -> str | None:
+    """Return what NCCL says about this machine. None: nothing, or that another rank is gone."""
+    kind = re.search(r"nccl\w+Error|ncclInvalid\w+", message)
+    if kind is None or kind[0] == "ncclRemoteError":
+        return None
+    last = " ".join(message.partition("Last error:")[2].split()) or kind[0]
+    return None if re.search("connect|connection|peer|timed out", last, re.IGNORECASE) else last
