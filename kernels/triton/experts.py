@@ -87,6 +87,11 @@ class Format(NamedTuple):
     words: int = 0  # of a row, in a step
     group: int = 0  # columns with one scale of integers
 
+    @property
+    def bits(self) -> int:
+        """Bits of an integer; 0 for other formats."""
+        return self.words * 16 // self.columns if self.kind == "integers" else 0
+
 
 class Gate(NamedTuple):
     """The function of gate and up, and where their rows are."""
@@ -163,24 +168,30 @@ def best_tiles(
     """Return tiles for a number of tokens, the same within each of ROW_CLASSES.
 
     stacks, columns: of up and of down. Blocks have room for twice the mean number of an expert's
-    pairs, so that most experts have one block and their weights are read once."""
-    # More sums of integers, which are scaled in a second set of registers, have no room.
-    largest = 64 if any(one.values.dtype == torch.uint16 for one in stacks) else 128
-    tokens = _best_pairs(num_tokens, num_chosen, len(stacks[0].values), largest)
+    pairs, so that most experts have one block and their weights are read once; int4 for the mean
+    number."""
+    forms = [format_of(weight, count) for weight, count in zip(stacks, columns, strict=True)]
+    # More sums that are scaled, in a second set of registers, have no room or are slower.
+    largest = 64 if any(form.kind in ("integers", "blocks") for form in forms) else 128
+    # Reading int4 twice takes less time than computing for pairs that do not exist.
+    spare = 1 if forms[0].bits == 4 else 2
+    tokens = _best_pairs(num_tokens, num_chosen, len(stacks[0].values), spare, largest)
     up, down = (
-        _best_tile(format_of(weight, count).kind, weight.values.itemsize, count, tokens)
-        for weight, count in zip(stacks, columns, strict=True)
+        _best_tile(form.kind, weight.values.itemsize, count, tokens)
+        for form, weight, count in zip(forms, stacks, columns, strict=True)
     )
     return Tiles(up, down)
 
 
 @cache
-def _best_pairs(num_tokens: int, num_chosen: int, num_experts: int, largest: int) -> int:
+def _best_pairs(
+    num_tokens: int, num_chosen: int, num_experts: int, spare: int, largest: int
+) -> int:
     if num_tokens <= FEW_TOKENS:
         return 8 if num_tokens <= 8 else 16
     most = next((size for size in ROW_CLASSES if size >= num_tokens), 2 * ROW_CLASSES[-1])
-    twice = 2 * most * num_chosen // num_experts
-    return min(largest, max(16, 1 << max(0, twice - 1).bit_length()))
+    room = spare * most * num_chosen // num_experts
+    return min(largest, max(16, 1 << max(0, room - 1).bit_length()))
 
 
 @cache
@@ -188,7 +199,7 @@ def _best_tile(kind: str, itemsize: int, in_features: int, tokens: int) -> Tile:
     if kind == "mxfp4":
         return _best_mxfp4_tile(tokens)
     if kind in ("integers", "blocks"):
-        return _best_scaled_tile(tokens)
+        return _best_scaled_tile(kind, in_features, tokens)
     if tokens <= FEW_PAIRS:
         return Tile(tokens, 64, 128, 4, 4)
     columns = 128 // itemsize
@@ -207,10 +218,14 @@ def _best_mxfp4_tile(tokens: int) -> Tile:
     return Tile(tokens, 256, mxfp4.STEP, 4, 8)
 
 
-def _best_scaled_tile(tokens: int) -> Tile:
-    """Return a tile for sums that are scaled within the loop. Chosen by registers, not measured."""
+def _best_scaled_tile(kind: str, in_features: int, tokens: int) -> Tile:
+    """Return a tile for sums that are scaled within the loop."""
     if tokens <= FEW_PAIRS:
         return Tile(tokens, 64, FP8_BLOCK, 4, 4)
+    if kind == "blocks":
+        return Tile(tokens, 128, FP8_BLOCK, 4, 4)
+    if in_features < LONG:
+        return Tile(tokens, 64, FP8_BLOCK, 3, 4)
     return Tile(tokens, 128, FP8_BLOCK, 3, 8)
 
 

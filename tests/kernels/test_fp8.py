@@ -53,6 +53,16 @@ def values(device: torch.device | str = "cpu") -> Tensor:
     return torch.cat((table, middles, spread)).float().to(device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_numbers_are_converted_exactly(triton, device, dtype):
+    from tests.kernels.conversions import converted
+
+    table = numbers()
+    codes = torch.cat((table, table[:3])).to(device, torch.float32)  # 2^8 numbers
+    found = converted(codes.to(reference.FP8), dtype)
+    assert torch.equal(found.double(), codes.double())
+
+
 def test_reference_rounds_to_nearest_and_saturates():
     x = values()
     torch.testing.assert_close(
