@@ -255,26 +255,24 @@ def shared_memory(device: torch.device) -> int:
 
 @triton.jit
 def like(weight, DTYPE: tl.constexpr):
-    """Convert e4m3 to the type of x. NaN, which no weight is, would become 480.
-
-    The GPU's conversions are slow. This repeats each byte, moves exponent and mantissa of one copy
-    to their place in bf16, and multiplies by 2^120 for the other bias, two numbers at a time."""
+    """Convert e4m3 to the type of x. For bf16 the compiler's own code has a quarter of the rate."""
     if DTYPE.is_bf16() and not INTERPRETED:
         weight = tl.inline_asm_elementwise(
             """{
-            .reg .b32 ab, cd, low, high;
-            prmt.b32 ab, $2, 0, 0x1100;
-            prmt.b32 cd, $2, 0, 0x3322;
-            shl.b32 low, ab, 4;
-            shl.b32 high, cd, 4;
-            and.b32 low, low, 0x07f007f0;
-            and.b32 high, high, 0x07f007f0;
-            lop3.b32 low, ab, 0x80008000, low, 0xea;
-            lop3.b32 high, cd, 0x80008000, high, 0xea;
-            mov.b32 ab, 0x7b807b80;
-            mov.b32 cd, 0x80008000;
-            fma.rn.bf16x2 $0, low, ab, cd;
-            fma.rn.bf16x2 $1, high, ab, cd;
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 ab, cd;
+            .reg .f32 wide_a, wide_b, wide_c, wide_d;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 ab, low;
+            cvt.rn.f16x2.e4m3x2 cd, high;
+            mov.b32 {a, b}, ab;
+            mov.b32 {c, d}, cd;
+            cvt.f32.f16 wide_a, a;
+            cvt.f32.f16 wide_b, b;
+            cvt.f32.f16 wide_c, c;
+            cvt.f32.f16 wide_d, d;
+            cvt.rn.bf16x2.f32 $0, wide_b, wide_a;
+            cvt.rn.bf16x2.f32 $1, wide_d, wide_c;
             }""",
             "=r,=r,r",
             [weight.to(tl.uint8, bitcast=True)],
