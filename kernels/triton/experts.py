@@ -29,6 +29,7 @@ from .expert_kernels import down_kernel, sum_kernel, up_kernel
 from .expert_vectors import vector_down_kernel, vector_up_kernel
 from .fp8 import FP8, quantize
 from .fp8_matmul import quantize as quantize_blocks
+from .fp8_matmul import split
 from .matmul import shared_memory
 from .pdl import supported
 from .routing import Blocks, arrange
@@ -69,10 +70,17 @@ class Tiles(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of x. The scales of FP8 are fp32, one per row or per block of a row."""
+    """Rows of x. The scales of FP8 are fp32, one per row or per block of a row.
+
+    In two parts (`split`) they are bf16, exactly."""
 
     values: Tensor
     scale: Tensor | None = None
+
+    @property
+    def parts(self) -> int:
+        """FP8 numbers whose sum is a number of x; 0: x is in 16 bits."""
+        return 0 if self.scale is None else self.values.dim() - 1
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor]:
@@ -206,7 +214,7 @@ def _best_tile(kind: str, itemsize: int, in_features: int, tokens: int) -> Tile:
     if tokens == 64:
         return Tile(tokens, 128, columns, 4, 4)
     if in_features < LONG:  # two programs of a multiprocessor hide each other's begin and end
-        return Tile(tokens, 128, columns, 3, 8)
+        return Tile(tokens, 128, columns, 3, 4 if itemsize == 1 else 8)
     return Tile(tokens, 256, columns, 4, 8)
 
 
@@ -401,8 +409,10 @@ def _run_tiles(
 
 def _rows(x: Tensor, weight: Stack, tiles: Tiles) -> Rows:
     """Return rows of x as the weight's kernel takes them."""
-    if weight.values.dtype != FP8 or weight.scale is None or not tiles.quantizes_x:
+    if weight.values.dtype != FP8 or weight.scale is None:
         return Rows(x)
+    if not tiles.quantizes_x:  # the tensor cores take FP8 from shared memory, and convert nothing
+        return Rows(*split(x)) if x.dtype == torch.bfloat16 else Rows(x)
     return Rows(*(quantize(x) if weight.scale.dim() == 2 else quantize_blocks(x)))
 
 
@@ -461,6 +471,6 @@ def _constants(
         "WORDS": form.words,
         "GROUP": form.group,
         "SHIFTED": weight.offset is not None,
-        "QUANTIZED": x.scale is not None,
+        "PARTS": x.parts,
         "BIASED": weight.bias is not None,
     }

@@ -50,6 +50,7 @@ from .matmul import (
 from .pdl import fetch, release, supported, wait
 
 FETCHED = 2  # steps of the weight to prefetch
+SECOND = tl.constexpr(16.0)  # factor of the second part of a number
 NEIGHBORS = tl.constexpr(8)  # tiles of tokens whose programs run next to each other
 
 
@@ -83,6 +84,34 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     pdl = supported(x.device)
     if num_tokens:
         _quantize_kernel[(num_tokens,)](
+            x,
+            out,
+            scales,
+            size,
+            BLOCKS=padded,
+            PDL=pdl,
+            launch_pdl=pdl,
+            num_warps=max(1, min(16, padded // 4)),
+        )
+    return out, scales.T
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (FP8 `[2, num_tokens, size]`, fp32 scales `[num_tokens, blocks of columns]`) of x.
+
+    A block of a row is (first + second / SECOND) * scale, a power of two. That is exact for bf16,
+    whose eight digits the two have, but for numbers of less than 2^-14 of the block's maximum. x
+    and scales: as in `quantize`."""
+    if not x.is_contiguous():
+        raise ValueError("x must be contiguous")
+    num_tokens, size = x.shape
+    blocks = -(-size // FP8_BLOCK)
+    out = torch.empty((2, num_tokens, size), dtype=FP8, device=x.device)
+    scales = torch.empty((blocks, num_tokens), dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(blocks)
+    pdl = supported(x.device)
+    if num_tokens:
+        _split_kernel[(num_tokens,)](
             x,
             out,
             scales,
@@ -205,6 +234,29 @@ def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, BLOCKS: tl.constexpr, PDL:
     tl.store(out_ptr + row * size + column, values, mask=column < size)
     scales = scale_ptr + block * tl.num_programs(0) + row
     tl.store(scales, tl.div_rn(greatest, MAX), mask=block < tl.cdiv(size, BLOCK))
+
+
+@triton.jit
+def _split_kernel(x_ptr, out_ptr, scale_ptr, size, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """Split one row, held in registers. The maximum of a block becomes 128 to 256."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at = row * size + column
+    wait(PDL)
+    release(PDL)
+    x = tl.load(x_ptr + at, mask=column < size, other=0.0).to(tl.float32)
+    greatest = tl.maximum(tl.max(tl.abs(x), 1), MIN_GREATEST)
+    exponent = (greatest.to(tl.int32, bitcast=True) >> 23) - 7  # biased, that of the scale
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    x *= inverse[:, None]
+    first = to_fp8(x)
+    second = to_fp8((x - first.to(tl.float32)) * SECOND)
+    tl.store(out_ptr + at, first, mask=column < size)
+    tl.store(out_ptr + tl.num_programs(0) * size + at, second, mask=column < size)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    scales = scale_ptr + block * tl.num_programs(0) + row
+    tl.store(scales, scale, mask=block < tl.cdiv(size, BLOCK))
 
 
 @triton.jit

@@ -329,13 +329,14 @@ def compile_tiles_of_experts(
 ) -> None:
     numbers = {"plain": "*bf16", "integers": "*u16", "mxfp4": "*i16"}.get(form, "*fp8e4nv")
     scales = {"plain": "*bf16", "integers": "*fp16", "mxfp4": "*i32"}.get(form, "*fp32")
-    is_few, quantized = tokens <= experts.FEW_PAIRS, form in ("rows", "blocks") and tokens > 32
+    is_few = tokens <= experts.FEW_PAIRS
+    parts = (2 if is_few else 1) if form in ("rows", "blocks") else 0
     weights = types | {"weight_ptr": numbers, "scale_ptr": scales, "offset_ptr": "*fp32"}
-    weights |= {"x_ptr": "*fp8e4nv"} if quantized else {}
+    weights |= {"x_ptr": "*fp8e4nv"} if parts else {}
     words = {"integers": 64, "mxfp4": 32}.get(form, 0)
     rows = 64 if is_few else 256 if form == "plain" else 128
     shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": 4 if is_few else 3}
-    shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "QUANTIZED": quantized}
+    shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "PARTS": parts}
     shape |= {"FORMAT": form, "WORDS": words, "GROUP": 128, "SHIFTED": form == "integers"}
     up = {"KIND": "clamped_swiglu", "INTERLEAVED": form == "mxfp4"}
     title, warps = f"{tokens} pairs of an expert, {form}", 4 if is_few else 8

@@ -142,6 +142,35 @@ def test_quantize_in_groups_equals_reference(kernels, device, dtype, size):
     torch.testing.assert_close(rows.float(), expected_rows.float(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("size", [128, 300, 2048])
+def test_two_parts_are_bf16_exactly(kernels, device, size):
+    """But for numbers far below the greatest of their block."""
+    torch.manual_seed(0)
+    x = torch.randn(9, size, device=device)
+    x *= torch.exp2(12 * torch.rand(9, size, device=device))
+    block = torch.arange(size, device=device) // 128
+    x *= torch.exp2(40 * torch.rand(9, int(block[-1]) + 1, device=device) - 20)[:, block]
+    x[1], x[2, 0] = 0.0, 3e38
+    x = x.bfloat16().double()
+    (first, second), scales = kernels.fp8_matmul.split(x.bfloat16())
+    found = (first.double() + second.double() / 16) * scales.double()[:, block]
+    greatest = torch.stack([part.abs().amax(1) for part in x.split(128, 1)], 1)[:, block]
+    is_large = x.abs() >= greatest / 64
+    assert torch.equal(found[is_large], x[is_large])
+    assert bool(((found - x).abs() <= greatest / 2**21).all())
+
+
+@gpu
+@needs_gpu
+def test_two_parts_keep_nan_and_infinity(kernels, device):
+    x = torch.ones(2, 256, dtype=torch.bfloat16, device=device)
+    x[0, 5], x[1, 200] = NAN, float("inf")
+    (first, second), scales = kernels.fp8_matmul.split(x)
+    y = (first.float() + second.float() / 16) * scales.repeat_interleave(128, 1)
+    assert torch.equal(y.isnan(), x.isnan())
+    assert not bool(y[1, 200].isfinite())
+
+
 # x in 16 bits
 
 
