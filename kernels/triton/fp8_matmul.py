@@ -139,7 +139,7 @@ def linear(
 ) -> Tensor:
     """Write act(x Wᵀ + b), or act(gate) * up, into `out` and return it.
 
-    x, x_scale: of `quantize`; weight, scale: as in `fp8.linear`, in blocks; out: `[num_tokens,
+    x, x_scale: of `quantize`; weight, scale: as in `fp8.linear`; out: `[num_tokens,
     size]`, contiguous, in 16 bits. `delta` is added before bias, activation and gate.
 
     NOTE: on Hopper the kernel reads the weight before the kernel ahead of it ends, like
@@ -154,8 +154,8 @@ def linear(
     if not x.is_contiguous() or not weight.is_contiguous() or weight.shape[1] != in_features:
         raise ValueError("x and the weight must be contiguous and have the same columns")
     blocks = -(-in_features // FP8_BLOCK)
-    if x_scale.shape != (num_tokens, blocks) or not x_scale.T.is_contiguous() or scale.dim() != 2:
-        raise ValueError(f"x needs {blocks} scales for each row, the weight one for each block")
+    if x_scale.shape != (num_tokens, blocks) or not x_scale.T.is_contiguous():
+        raise ValueError(f"x needs {blocks} scales for each row")
     check_scales(scale, weight, gated)
     tile = tile or best_tile(num_tokens, num_rows, in_features)
     stages = min(tile.stages, shared_memory(x.device) // (FP8_BLOCK * (tile.tokens + tile.rows)))
@@ -191,6 +191,7 @@ def linear(
         STAGES=max(1, stages),
         FETCHED=FETCHED if pdl else 0,
         EVEN=in_features % FP8_BLOCK == 0,
+        BLOCKED=scale.dim() == 2,
         BIASED=bias is not None,
         KIND=activation or "",
         GATED=gated,
@@ -298,6 +299,7 @@ def _rounded_kernel(
     STAGES: tl.constexpr,
     FETCHED: tl.constexpr,
     EVEN: tl.constexpr,
+    BLOCKED: tl.constexpr,
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -318,7 +320,8 @@ def _rounded_kernel(
     rows = weight_ptr + row.to(tl.int64) * in_features + begin
     if FETCHED:
         fetch(rows[:, None] + tl.minimum(tl.arange(0, FETCHED) * BLOCK, left - 1)[None, :])
-        fetch_block_scales(scale_ptr, row, in_features)
+        if BLOCKED:
+            fetch_block_scales(scale_ptr, row, in_features)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     at_out, stored = tile_outputs(token.to(tl.int64), out_row, num_tokens, size)
     constants = load_constants(
@@ -329,7 +332,7 @@ def _rounded_kernel(
         row,
         out_row,
         size,
-        False,
+        not BLOCKED,
         BIASED,
         False,
         PARTED,
@@ -347,7 +350,10 @@ def _rounded_kernel(
         first_row = row_tile * ROWS
     scales = scale_ptr + first_row // BLOCK * blocks
     block = begin // BLOCK
-    scale = load_block_scales(scales, block, in_features)
+    if BLOCKED:
+        scale = load_block_scales(scales, block, in_features)
+    else:
+        scale = 1.0
     adapters = 0.0
     if RANK:
         index = load_places(place_ptr, token, num_tokens)
@@ -366,10 +372,13 @@ def _rounded_kernel(
         x = tl.load(x_rows + at, mask=in_x, other=0.0)
         # The scales of the next step come from a cache while this one is multiplied.
         block += 1
-        next_scale = load_block_scales(scales, block, in_features)
+        if BLOCKED:
+            next_scale = load_block_scales(scales, block, in_features)
+        else:
+            next_scale = 1.0
         in_next = live & (block < blocks)
         next_x_scale = tl.load(x_scales + block * num_tokens, mask=in_next, other=0.0)
-        if GATED:
+        if BLOCKED and GATED:
             halves = tl.broadcast_to(scale[:, None], [2, ROWS // 2])
             of_rows = tl.reshape(halves, [ROWS])
             of_rows = of_rows[:, None] if WEIGHT_FIRST else of_rows[None, :]
@@ -411,7 +420,7 @@ def _rounded_kernel(
         in_features,
         low_stride,
         0.0,
-        False,
+        not BLOCKED,
         BIASED,
         False,
         False,

@@ -236,6 +236,7 @@ def compile_fp8() -> None:
     compile_tile("FP8 blocks, gated", 16, 32, 4, 2, 1, GATED=True, KIND="silu", **blocks)
     compile_tile("FP8 blocks, odd columns", 64, 32, 8, 1, 1, EVEN=False, **blocks)
     compile_rounded("32 rows in FP8", 32, 64, 6, 4, 4)
+    compile_rounded("64 rows in FP8, no blocks", 64, 64, 6, 4, 1, BLOCKED=False, LATE=True)
     compile_rounded("64 rows in FP8 with adapters", 64, 64, 6, 4, 1, RANK=16)
     compile_rounded("100 rows in FP8", 64, 128, 3, 4, 1, BIASED=True)
     compile_rounded("many rows in FP8", 128, 128, 4, 8, 1)
@@ -247,7 +248,8 @@ def compile_rounded(
     name: str, tokens: int, rows: int, stages: int, warps: int, splits: int, **changes: object
 ) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "SPLITS": splits, "FETCHED": 2}
-    plain = {"EVEN": True, "BIASED": False, "KIND": "", "GATED": False, "LATE": False}
+    plain = {"EVEN": True, "BLOCKED": True, "BIASED": False}
+    plain |= {"KIND": "", "GATED": False, "LATE": False}
     constants = shape | plain | {"RANK": 0, "PARTED": False, "PDL": True} | changes
     types = TILE_TYPES | dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
     types["x_scale_ptr"] = "*fp32"
