@@ -125,7 +125,7 @@ def draft_inputs(
     limit: int,
     out: DraftInputs,
 ) -> None:
-    """Fill `out` for draft `nth`, from 0 on, of the requests that sample.
+    """Fill `out` for draft `nth`, from 0 on, of the requests that sample. A missing one is token 0.
 
     ends, rows: `[num_reqs]`, see `Points`; lengths: `[num_rows]`, with the sampled tokens;
     token_ids: `[num_rows, max_len]`, with the drafts so far after them; block_table: `[num_rows,
@@ -133,6 +133,8 @@ def draft_inputs(
     of the token `ahead` later the id. limit: number of positions; drafts end there."""
     for request, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
         place = int(lengths[row]) + nth
+        if end < 0 and limit <= place < token_ids.shape[1]:
+            token_ids[row, place] = 0
         if end >= 0 or place >= limit:
             for column, nothing in zip(out, (0, 0, -1, 1, -1), strict=True):
                 column[request] = nothing
@@ -163,8 +165,8 @@ def look_up_drafts(
 
     num_prompt_tokens: `[num_rows]`, may be strided; predictions: int32 `[num_rows, width]` and
     prediction_lengths: int32 `[num_rows]`, texts to look at before a row's own tokens; drafts:
-    `[num_reqs, num_drafts]`, the same drafts, -1 where there is none. least, most: tokens of a
-    match. `look_up` defines which drafts."""
+    `[num_reqs, num_drafts]`, the same drafts, -1 where there is none, which is token 0 in
+    `token_ids`. least, most: tokens of a match. `look_up` defines which drafts."""
     for request, (row, end) in enumerate(zip(rows.tolist(), points.ends.tolist(), strict=True)):
         if end != when:
             continue
@@ -179,8 +181,8 @@ def look_up_drafts(
         )
         drafts[request] = -1
         drafts[request, : len(found)] = torch.from_numpy(found.copy())
-        end = min(length + len(found), token_ids.shape[1])
-        token_ids[row, length:end] = drafts[request, : end - length]
+        end = min(length + drafts.shape[1], token_ids.shape[1])
+        token_ids[row, length:end] = drafts[request, : end - length].clamp(min=0)
 
 
 def look_up(

@@ -98,6 +98,7 @@ def draft_inputs(
         num_reqs,
         nth,
         limit,
+        token_ids.shape[1],
         token_ids.stride(0),
         block_table.stride(0),
         AHEAD=ahead,
@@ -238,7 +239,7 @@ def _accept_kernel(
         tl.store(count_ptr + request, count)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "nth", "limit"])
+@triton.jit(do_not_specialize=["num_reqs", "nth", "limit", "width"])
 def _draft_inputs_kernel(
     end_ptr,
     row_ptr,
@@ -253,6 +254,7 @@ def _draft_inputs_kernel(
     num_reqs,
     nth,
     limit,
+    width,
     token_stride,
     table_stride,
     AHEAD: tl.constexpr,
@@ -266,7 +268,9 @@ def _draft_inputs_kernel(
     place = tl.load(length_ptr + row, mask=samples, other=0) + nth
     live = samples & (place < limit)
     position = tl.where(live, place - 1 - AHEAD, 0)
-    token = tl.load(token_ptr + row * token_stride + place - 1, mask=live, other=0)
+    token_ptr += row * token_stride + place
+    token = tl.load(token_ptr - 1, mask=live, other=0)
+    tl.store(token_ptr, 0, mask=samples & (place >= limit) & (place < width))
     block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE, mask=live, other=0)
     slot = tl.where(live, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(out_token_ptr + request, token, mask=stored)
@@ -327,7 +331,7 @@ def _look_up_kernel(
             draft = tl.load(token_ptr + end + nth % period, mask=found, other=-1)
         tl.store(draft_ptr + request * DRAFTS + nth, draft, mask=nth < DRAFTS)
         place = token_ptr + length + nth
-        tl.store(place, draft, mask=found & (length + nth < width))
+        tl.store(place, tl.maximum(draft, 0), mask=(nth < DRAFTS) & (length + nth < width))
 
 
 @triton.jit

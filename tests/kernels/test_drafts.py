@@ -74,9 +74,12 @@ def unfilled(num_reqs: int, device: torch.device | str = "cpu") -> DraftInputs:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_inputs_before_the_second_draft(ahead: int):
-    """Row 2 has 3 tokens and a draft, row 0 has no position left, row 1 is in its prompt."""
+    """Row 2 has 3 tokens and a draft, row 0 has no position left, row 1 is in its prompt.
+
+    The draft that row 0 lacks is token 0."""
     out, table = unfilled(3), ints([[0, 0, 0], [0, 0, 0], [6, 5, 4]])
-    token_ids, lengths = ints([[1] * 6, [2] * 6, [7, 8, 9, 3, 0, 0]]), ints([5, 2, 3])
+    token_ids = ints([[1] * 8, [2] * 8, [7, 8, 9, 3, 5, 5, 5, 5]])
+    lengths = ints([5, 2, 3])
     reference.draft_inputs(
         ints([SAMPLES, LATER, 2]), ints([2, 0, 1]), lengths, token_ids, table, 2, 1, ahead, 6, out
     )
@@ -86,6 +89,7 @@ def test_inputs_before_the_second_draft(ahead: int):
     assert out.slots.tolist() == [2 * 5 + position - 2, -1, -1]
     assert out.seq_lens.tolist() == [position + 1, 1, 1]
     assert out.sample_positions.tolist() == [4, -1, -1]
+    assert token_ids.tolist() == [[1] * 6 + [0, 1], [2] * 8, [7, 8, 9, 3, 5, 5, 5, 5]]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -93,17 +97,32 @@ def test_inputs_before_the_second_draft(ahead: int):
 def test_inputs_before_drafts_equal_reference(drafts, device, ahead: int, padding: int):
     rng = random.Random(ahead)
     block_size, limit = 4, 100
-    token_ids = torch.randint(0, 900, (NUM_ROWS, 120), dtype=torch.int32, device=device)
+    token_ids = torch.randint(1, 900, (NUM_ROWS, 102), dtype=torch.int32, device=device)
     table = torch.randperm(NUM_ROWS * 30, device=device).to(torch.int32).view(NUM_ROWS, 30)
     rows = [*rng.sample(range(NUM_ROWS - 1), NUM_ROWS - 1), *[NUM_ROWS - 1] * padding]
     ends = [rng.choice([SAMPLES, LATER, 30]) for _ in range(NUM_ROWS - 1)] + [0] * padding
     for nth in range(4):
         lengths = ints([rng.choice([2, 17, 40, 97, 98, 99, 100]) for _ in range(NUM_ROWS)], device)
         found, expected = (unfilled(len(rows), device) for _ in range(2))
-        step = ints(ends, device), ints(rows, device), lengths, token_ids, table, block_size
-        drafts.draft_inputs(*step, nth, ahead, limit, found)
-        reference.draft_inputs(*step, nth, ahead, limit, expected)
+        step = ints(ends, device), ints(rows, device), lengths
+        tokens, more = token_ids.clone(), (table, block_size, nth, ahead, limit)
+        drafts.draft_inputs(*step, tokens, *more, found)
+        reference.draft_inputs(*step, token_ids, *more, expected)
+        assert torch.equal(tokens, token_ids)
         assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+
+
+def test_drafts_that_are_not_found_are_token_0():
+    """Row 0 ends as it did before; row 1 did not, and has room for one draft."""
+    points = points_of(ints([0, 1, 2]), ints([SAMPLES, SAMPLES]), 2)
+    token_ids, lengths = ints([[4, 5, 6, 4, 5, 9, 9], [1, 2, 3, 4, 5, 6, 9]]), ints([5, 6])
+    nothing, found = ints([0, 0]), ints([[77] * 2] * 2)
+    reference.look_up_drafts(
+        points, SAMPLES, ints([0, 1]), token_ids, lengths, nothing, ints([[], []]), nothing,
+        found, 2, 4,
+    )  # fmt: skip
+    assert found.tolist() == [[6, 4], [-1, -1]]
+    assert token_ids.tolist() == [[4, 5, 6, 4, 5, 6, 4], [1, 2, 3, 4, 5, 6, 0]]
 
 
 def test_kernels_equal_reference(drafts, device):

@@ -36,7 +36,7 @@ def biased(
         history[row, : len(known)] = torch.tensor(known)
     changed = logits.to(device, copy=True)
     rows = np.arange(len(params), dtype=np.int32)
-    lengths = np.array([len(t) for t in tokens], np.int32)
+    lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int32, device=device)
     add_biases(changed, state, history.to(device), rows, lengths)
     return changed.cpu()
 

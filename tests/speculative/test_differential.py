@@ -158,16 +158,21 @@ def require_equal(expected: list[RequestOutput], found: list[RequestOutput]) -> 
 
 
 def require_allowed_drafts(log: StepLog) -> None:
-    """Check that no step verified more drafts of a request than it wants."""
+    """Check that no step verified more drafts of a request than it wants.
+
+    Drafts of requests with a grammar were verified, too."""
     wanted: dict[int, int | None] = {}
-    num_limited = 0
+    num_limited = num_constrained = 0
     for step, _ in log.steps:
+        if len(step.num_drafts):
+            num_constrained += int(step.num_drafts[step.constrained].sum())
         wanted |= {new.row: new.spec.params.num_speculative_tokens for new in step.new_rows}
         for row, count in zip(step.rows.tolist(), step.num_drafts.tolist(), strict=False):
             if (most := wanted[row]) is not None:
                 assert count <= most
                 num_limited += count == most > 0
     assert num_limited > 10
+    assert num_constrained > 50
 
 
 @pytest.mark.parametrize(

@@ -63,36 +63,6 @@ def test_answers_are_those_without_drafts(checkpoint, gpu_runner, method):
             assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
 
 
-NEED_HOST = [
-    {"structured_outputs": StructuredOutputsParams(regex="(ab|ba)*c{1,9}")},
-    {"structured_outputs": StructuredOutputsParams(regex="[a-d]{3,30}")},
-    {"min_tokens": 9, "stop_token_ids": list(range(0, 256, 3))},
-    {"bad_words_token_ids": [[98, 97], [97, 99], [99, 99]], "allowed_token_ids": [97, 98, 99]},
-]
-
-
-def test_requests_whose_masks_the_host_makes_have_no_drafts(checkpoint, gpu_runner):
-    """The host does not know the drafts, nor the number of tokens, of a step that overlaps."""
-    rng = random.Random(3)
-    lengths = (3, 9, 15, 1, 8, 11, 12, 5)
-    inputs = [{"prompt_token_ids": [rng.randrange(97, 100) for _ in range(n)] * 2} for n in lengths]
-    params = [
-        SamplingParams(max_tokens=16, temperature=0.7, seed=i, **NEED_HOST[i % 4])
-        for i in range(len(inputs))
-    ]
-
-    def answers(**settings) -> list[tuple]:
-        llm = LLM(str(checkpoint("qwen3")), async_scheduling=True, **SETTINGS | settings)
-        with logged_steps(llm) as log:
-            found = llm.generate(inputs, params, use_tqdm=False)
-        llm.shutdown()
-        assert log.num_drafts == 0
-        return [(one.outputs[0].text, list(one.outputs[0].token_ids)) for one in found]
-
-    expected = answers()
-    assert answers(speculative_config={"method": "ngram", "prompt_lookup_min": 1}) == expected
-
-
 @pytest.mark.gpu
 def test_answers_on_a_gpu(checkpoint):
     """With and without drafts and CUDA graphs. In fp32, sums differ too little to change a token.

@@ -263,7 +263,6 @@ class EngineCore:
             name=new.id,
             origin=new.origin,
             arrived_at=new.arrival,
-            drafts_on_device=self.info.drafts_on_device,
         )
         # The first sequence reports the prompt's log-probabilities for all of them.
         request.num_prompt_logprobs = spec.num_prompt_tokens if index else new.num_prompt_logprobs

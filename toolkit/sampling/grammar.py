@@ -189,13 +189,14 @@ class GrammarState:
         """Advance to a draft, until `end_preview`. Return False if no token can follow it."""
         if self._preview is None:
             self._preview = Preview(self._num_tokens, self._reasoning, self._thoughts)
-        if draft < 0 or draft in self.vocabulary.table.end_ids or draft in self._end_ids:
+        is_end = draft in self.vocabulary.table.end_ids
+        if draft < 0 or draft in self._end_ids or (is_end and self.thinks):
             return False
         self._num_tokens += 1
         new = [draft] if self._reasoning is None else self._after_reasoning([draft])
-        if new and (self.matcher.is_stopped() or not self.matcher.validate_tokens(new)):
-            return False
-        if new and not self.matcher.consume_tokens(new):
+        if new and self.matcher.is_stopped():
+            return is_end
+        if new and not (self.matcher.validate_tokens(new) and self.matcher.consume_tokens(new)):
             return False
         self._preview.num_consumed += len(new)
         return True

@@ -23,6 +23,8 @@ from toolkit.sampling.sampling_state import SamplingState
 IntArray = npt.NDArray[np.int32]
 MAX_TOPK = 1024
 """If every filtering request keeps at most this many tokens, the vocabulary is not sorted."""
+NEVER = 2**31 - 1
+"""Number of tokens that no request reaches."""
 
 
 def sample(
@@ -52,7 +54,7 @@ def sample(
     if state.processors.asked[rows].any():
         state.processors.apply(logits, token_ids, rows, lengths)
     if state.biases[rows].any():
-        add_biases(logits, state, token_ids, rows, lengths)
+        add_biases(logits, state, token_ids, rows, steps.lengths)
     if state.penalties[rows].any():
         steps.penalize(logits)
     if masked is not None:
@@ -67,6 +69,7 @@ class _TorchSteps:
         self, state: SamplingState, token_ids: torch.Tensor, rows: IntArray, lengths: IntArray
     ) -> None:
         self._state, self._token_ids, self._rows, self._lengths = state, token_ids, rows, lengths
+        self.lengths = to_device(torch.from_numpy(lengths), token_ids.device)
 
     def penalize(self, logits: torch.Tensor) -> None:
         _penalize(logits, self._state, self._token_ids, self._rows, self._lengths)
@@ -98,13 +101,13 @@ class _KernelSteps:
         device = token_ids.device
         self._kernels, self._token_ids = kernels, token_ids
         self._writes = there is None
-        self._rows, self._lengths = there or (
+        self._rows, self.lengths = there or (
             to_device(torch.from_numpy(one), device) for one in (rows, lengths)
         )
         self._tables = state.floats, state.ints
 
     def penalize(self, logits: torch.Tensor) -> None:
-        self._kernels.penalize(logits, self._rows, self._lengths, *self._tables, self._token_ids)
+        self._kernels.penalize(logits, self._rows, self.lengths, *self._tables, self._token_ids)
 
     def mask(self, logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
         self._kernels.mask_logits(logits, index, masks)
@@ -112,7 +115,7 @@ class _KernelSteps:
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         target = self._token_ids if self._writes else None
-        self._kernels.sample(logits, self._rows, self._lengths, *self._tables, target, out)
+        self._kernels.sample(logits, self._rows, self.lengths, *self._tables, target, out)
         return out
 
 
@@ -172,42 +175,45 @@ def add_biases(
     state: SamplingState,
     token_ids: torch.Tensor,
     rows: IntArray,
-    lengths: IntArray,
+    lengths: torch.Tensor,
 ) -> None:
     """Add logit biases and exclude forbidden tokens, in place.
 
     Forbidden are tokens other than `allowed_token_ids`, completions of bad words, and end tokens
-    before `min_tokens`."""
-    where, tokens, values = [], [], []
-    for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+    before `min_tokens`. lengths: [n] int32, on the device: the host may not know them."""
+    where, tokens, values, ends = [], [], [], []
+    for index, row in enumerate(rows.tolist()):
         if not state.biases[row]:
             continue
-        params = state.params[row]
+        params, num_prompt = state.params[row], int(state.num_prompt_tokens[row])
         allowed = state.allowed[row]
         if allowed is not None:
             _allow_only(logits[index], allowed)
         if params.bad_words_token_ids:
-            num_output = length - int(state.num_prompt_tokens[row])
             _forbid(
                 logits[index],
-                token_ids[row, length - num_output : length],
+                token_ids[row],
+                num_prompt,
+                lengths[index],
                 params.bad_words_token_ids,
             )
-        bias = dict(params.logit_bias or {})
-        # A grammar's masks contain `min_tokens`: if only an end token is left, the answer ends.
-        is_too_short = length - int(state.num_prompt_tokens[row]) < params.min_tokens
-        if is_too_short and params.structured_outputs is None:
-            bias |= dict.fromkeys(state.stop_ids[row], -float("inf"))
-        where += [index] * len(bias)
+        bias = params.logit_bias or {}
         tokens += list(bias.keys())
         values += list(bias.values())
+        ends += [NEVER] * len(bias)
+        stops: list[int] = []
+        # A grammar's masks contain `min_tokens`: if only an end token is left, the answer ends.
+        if params.min_tokens and params.structured_outputs is None:
+            stops = state.stop_ids[row]
+        tokens += stops
+        values += [-float("inf")] * len(stops)
+        ends += [num_prompt + params.min_tokens] * len(stops)
+        where += [index] * (len(bias) + len(stops))
     if where:
-        place = (
-            to_device(torch.tensor(where), logits.device),
-            to_device(torch.tensor(tokens), logits.device),
-        )
+        index, token, end = to_device(torch.tensor((where, tokens, ends)), logits.device)
         added = to_device(torch.tensor(values, dtype=logits.dtype), logits.device)
-        logits.index_put_(place, added, accumulate=True)
+        added = torch.where(lengths[index] < end, added, 0.0)
+        logits.index_put_((index, token), added, accumulate=True)
 
 
 def _allow_only(logits: torch.Tensor, allowed: torch.Tensor) -> None:
@@ -217,19 +223,26 @@ def _allow_only(logits: torch.Tensor, allowed: torch.Tensor) -> None:
     logits[allowed] = kept
 
 
-def _forbid(logits: torch.Tensor, output: torch.Tensor, sequences: list[list[int]]) -> None:
+def _forbid(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_prompt_tokens: int,
+    length: torch.Tensor,
+    sequences: list[list[int]],
+) -> None:
     """Exclude the last token of each sequence whose other tokens end the output.
 
-    logits: [vocab]. output: [num_output] int32, on the device: the host may not know the newest."""
-    possible = [one for one in sequences if len(one) - 1 <= len(output)]
-    if not possible:
-        return
-    longest = max(map(len, possible)) - 1
+    logits: [vocab]. token_ids: [max_len] int32, of which the output is from `num_prompt_tokens` to
+    `length`, a number on the device."""
+    longest = max(map(len, sequences)) - 1
     # Aligned at the end. -1 pads shorter sequences, and matches everything.
-    before = [[-1] * (longest - len(one) + 1) + one[:-1] for one in possible]
-    last = to_device(torch.tensor([one[-1] for one in possible]), logits.device)
+    before = [[-1] * (longest - len(one) + 1) + one[:-1] for one in sequences]
+    last = to_device(torch.tensor([one[-1] for one in sequences]), logits.device)
     wanted = to_device(torch.tensor(before, dtype=torch.int32), logits.device)
-    matches = ((wanted == output[len(output) - longest :]) | (wanted < 0)).all(dim=1)
+    places = torch.arange(-longest, 0, device=logits.device) + length
+    output = token_ids[places.clamp(min=0)]
+    is_same = (wanted == output) & (places >= num_prompt_tokens)
+    matches = (is_same | (wanted < 0)).all(dim=1)
     logits.index_put_(
         (last,), torch.where(matches, -float("inf"), 0.0).to(logits.dtype), accumulate=True
     )

@@ -61,7 +61,6 @@ class Request:
     client: int = 0  # number of the front end that sent it
     number: int = 0  # the front end's number of the sequence
     grammar: GrammarState | None = None  # grammar that constrains its tokens
-    drafts_on_device: bool = False  # see `WorkerInfo`
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
@@ -122,14 +121,10 @@ class Request:
 
     @property
     def most_drafts(self) -> int:
-        """Most drafts that a step may verify.
-
-        None with logits processors, which see each token once, and none on the device if the host
-        makes the request's masks or biases: it does not know the drafts in time."""
+        """Most drafts that a step may verify. None with logits processors: they see each token
+        once."""
         wanted = self.params.num_speculative_tokens
         if self.params.extra_args or self.spec.pooling is not None:
-            return 0
-        if self.drafts_on_device and (self.grammar is not None or self.params.has_biases):
             return 0
         return MAX_DRAFTS if wanted is None else wanted
 

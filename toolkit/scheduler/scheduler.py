@@ -172,13 +172,16 @@ class Scheduler:
         return [request for request in admitted if not request.num_preemptions]
 
     def constrained(self, output: SchedulerOutput) -> list[tuple[Request, list[int]]]:
-        """Return the requests of a step in flight that a grammar constrains, with their drafts."""
+        """Return the requests of a step in flight that a grammar constrains, with their drafts.
+
+        A step that was planned before its drafts were known may verify more than there are.
+        Missing ones are token 0 on a GPU; on a CPU no token after them is kept."""
         requests = self.planner.in_flight[output.step].requests
         found = []
         for index in output.constrained.tolist():
             request = requests[index]
             count = output.num_drafts.item(index) if len(output.num_drafts) else 0
-            drafts = self.rows.draft_tokens[request.row, :count].tolist()
+            drafts = np.maximum(self.rows.draft_tokens[request.row, :count], 0).tolist()
             found.append((request, drafts if request.row >= 0 else [NO_TOKEN] * count))
         return found
 

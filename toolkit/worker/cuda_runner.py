@@ -262,7 +262,7 @@ class CudaRunner(ModelRunner):
             if size is not None:
                 self._penalizing[size].replay()
                 return
-        # With drafts, upper bounds: requests that must know them have none.
+        # With drafts, upper bounds. Only logits processors read them, and those requests have none.
         lengths = (step.num_computed + step.num_tokens)[requests]
         constrained = np.isin(requests, step.constrained)
         for first in range(0, len(points), most):

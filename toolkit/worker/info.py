@@ -38,9 +38,6 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     max_lora_rank: int = 0  # 0: requests cannot have adapters
     most_drafts: int = 0  # drafts that a request may have in a step
     most_step_drafts: int = 0  # that all requests may have in a step; 0: any number
-    drafts_on_device: bool = False
-    """Steps are planned before the host knows their drafts. Requests whose masks or biases the host
-    makes have none."""
     reads_predictions: bool = False  # the drafter guesses from a request's prediction
     step_seconds: list[tuple[int, float]] = []  # duration of steps by tokens, if there are drafts
     verify_seconds: list[tuple[int, float]] = []

@@ -304,7 +304,6 @@ class Worker:
         self.info.reads_predictions = self._drafter_model is None
         if isinstance(self.runner, CudaRunner):
             self.info.most_step_drafts = self.runner.policy.most_step_drafts
-            self.info.drafts_on_device = True
             drafter = self.runner.draft_runner
             if drafter is not None and self.runner.policy.captures and not drafter.is_capturable:
                 logger.warning(
