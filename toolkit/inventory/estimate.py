@@ -217,7 +217,7 @@ def estimate(
         drafter_weights = sum(map(nbytes, drafter.parameters))
         own = CacheLayout.of(drafter.attention, engine.cache.block_size, ranks)
         drafter_block = own.block_bytes(TYPE_BYTES[cache_type]) if own else 0
-        # As `worker.drafters` has them, for the positions of drafts.
+        # As `worker.startup.drafters` has them, for the positions of drafts.
         per_row = -(-drafter.most // engine.cache.block_size)
         spare = engine.scheduler.max_num_seqs * per_row * drafter_block
         stages = [(weights + drafter_weights, layers) for weights, layers in stages]

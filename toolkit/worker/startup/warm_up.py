@@ -27,6 +27,18 @@ STEP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LONG_MEASUREMENT = 500  # milliseconds
 
 
+def drop_graphs_that_wait(runner: ModelRunner) -> bool:
+    """Have the runner capture nothing if the model's code waits for the GPU. Return if so.
+
+    Call it after loading, which waits too: PyTorch watches all threads."""
+    if not isinstance(runner, CudaRunner) or not runner.policy.captures:
+        return False
+    if not runner.model.may_synchronize or not runner.synchronizes():
+        return False
+    runner.policy = replace(runner.policy, captures=False)
+    return True
+
+
 class WarmUp:
     """Runs steps of random tokens, on rows and blocks that no request has yet."""
 
