@@ -94,7 +94,17 @@ ARROWS = {
     },
     "api": {"engine", "hardware", "sampling", "text"},
     "serving": {"api", "engine", "sampling", "scheduler", "text", "worker"},
-    "inventory": {"demo", "gguf", "hardware", "hub", "lora", "models", "pooling", "weights"},
+    "inventory": {
+        "demo",
+        "gguf",
+        "hardware",
+        "hub",
+        "lora",
+        "models",
+        "pooling",
+        "weights",
+        "worker",
+    },
     "doctor": {"hardware", "inventory", "kernels", "models", "text"},
     "verify": {
         "engine",

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from tests import checkpoints
 from tests.harmony import TEMPLATE, TOKENS
 from tests.server import Server
+from toolkit import LLM
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
 from toolkit.api.openai.conversation import ChatAnswer
 from toolkit.api.openai.replies import PromptTokensDetails, Usage
@@ -59,13 +60,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer()
     model = checkpoints.make_reference("llama3-gqa")
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     folder = checkpoints.save(model, tmp_path_factory.mktemp("harmony") / "model", tokenizer=False)
     checkpoints.edit_json(folder / "config.json", max_position_embeddings=4096)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Server]:
     server = Server(
         *(str(folder), "--served-model-name", "tiny", "--num-gpu-blocks-override", "2048"),
         *("--logits-processors", "tk_example.processor:Script"),
@@ -131,6 +137,36 @@ def test_chat_has_reasoning_and_content(served: Server) -> None:
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Cold.")
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] is None
+
+
+def test_offline_chats_have_the_servers_content(
+    served: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens are kept, and with special tokens, the text has all of them."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    two_messages = (
+        f"<|channel|>commentary<|message|>First.{NEXT}<|channel|>final<|message|>Last.<|return|>"
+    )
+    cases = [(ANSWER, 400), (CALLING, 400), (CALLING, 28), (two_messages, 400)]
+    expected = [
+        chat(served, text, tools=TOOLS, max_tokens=most)["message"]["content"]
+        for text, most in cases
+    ]
+    scripts = [make_tokenizer().encode(text, add_special_tokens=False) for text, _ in cases]
+    params = [
+        SamplingParams(max_tokens=most, temperature=0, extra_args={"script": script})
+        for script, (_, most) in zip(scripts, cases, strict=True)
+    ]
+    processors = {"logits_processors": ["tk_example.processor:Script"]}
+    llm = LLM(str(folder), device="cpu", num_gpu_blocks_override=2048, **processors)
+    results = llm.chat([ASK] * len(cases), params, tools=TOOLS)
+    assert [result.outputs[0].text for result in results] == expected
+    found = [list(result.outputs[0].token_ids) for result in results]
+    assert found == [script[:most] for script, (_, most) in zip(scripts, cases, strict=True)]
+    params[0].skip_special_tokens = False
+    [result] = llm.chat(ASK, params[0])
+    assert result.outputs[0].text == ANSWER.removesuffix("<|return|>")
+    llm.shutdown()
 
 
 def test_chat_has_preamble_and_call(served: Server) -> None:

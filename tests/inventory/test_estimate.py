@@ -25,7 +25,8 @@ from toolkit.hardware import devices
 from toolkit.hardware.devices import Device, find_device
 from toolkit.inventory.checkpoint import Checkpoint, read_folder
 from toolkit.inventory.dry_run import dry_run
-from toolkit.inventory.estimate import CUDA_RUNTIME, estimate
+from toolkit.inventory.estimate import estimate
+from toolkit.inventory.step_memory import CUDA_RUNTIME, GRAPH_LAYER_BYTES
 from toolkit.kernels import cpu
 from toolkit.lora.adapters import Adapters
 from toolkit.models.build import build_model, load_config
@@ -343,6 +344,23 @@ class TestWellKnownModels:
         assert f"--max-model-len {small.largest_context}" in small.problem
         longest = EngineConfig.from_settings({"max_model_len": small.largest_context})
         assert estimate(model, longest, Device("cuda", "", 24 * GIB, 24 * GIB)).fits
+
+    def test_the_largest_context_fits_with_its_tables_of_tokens(self, tmp_path):
+        model = shape_of("qwen3-0.6b", tmp_path / "qwen")
+        gpu = Device("cuda", "", 8 * GIB, 8 * GIB)
+        more = {"max_num_seqs": 2000, "speculative_config": {"method": "ngram"}}
+        short = EngineConfig.from_settings(more | {"max_model_len": 1000})
+        largest = estimate(model, short, gpu).largest_context
+        assert 1000 < largest < 40960
+        longest = EngineConfig.from_settings(more | {"max_model_len": largest})
+        assert estimate(model, longest, gpu).fits
+
+    def test_cuda_graphs_are_counted(self, tmp_path):
+        model = shape_of("qwen3-0.6b", tmp_path / "qwen")
+        eager = EngineConfig.from_settings({"enforce_eager": True})
+        graphs = estimate(model, EngineConfig(), H200).step - estimate(model, eager, H200).step
+        activations = 8192 * (4 * 1024 + 2 * 3072) * 2
+        assert graphs == activations + 56 * 28 * GRAPH_LAYER_BYTES
 
 
 class TestDevices:

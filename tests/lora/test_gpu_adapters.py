@@ -223,11 +223,11 @@ def test_a_replaced_adapter_answers_from_the_next_step_on(models):
     prompts = make_prompts(5)
     before = answer(llm, prompts, ["all"] * 5)
     worker = llm._core.executor._worker
-    adapters = worker._adapters
+    adapters = worker.runner.adapters
     for name in ("large", "attention", "all"):
         adapter = find_adapter(name, models.adapters[name])
         adapters.read(adapter)
-        with worker._on_stream(), torch.inference_mode():
+        with worker.on_stream(), torch.inference_mode():
             adapters.place(1, adapter.key)
         answers = answer(llm, prompts, ["all"] * 5)
         assert errors(models, prompts, [name] * 5, answers).max() < 0.06
@@ -254,7 +254,7 @@ def test_no_step_with_adapters_compiles(
         for n in {1, 2, 9, 17, 33, 64, 70, 96, tokens - 1}
         if n <= min(96, tokens - 1) and tokens <= n * longest
     ]
-    with caplog.at_level(logging.WARNING), torch.inference_mode(), worker._on_stream():
+    with caplog.at_level(logging.WARNING), torch.inference_mode(), worker.on_stream():
         runner.rehearse(shapes)
         torch.cuda.synchronize()
     rehearsed = runner.num_compiled()

@@ -28,7 +28,7 @@ from toolkit.hardware.graph_capture import captured, empty_cache
 from toolkit.kernels import cublas
 from toolkit.kernels.table import kernels_for
 from toolkit.weights import loader
-from toolkit.worker.warm_up import WarmUp
+from toolkit.worker.startup.warm_up import WarmUp
 
 pytestmark = pytest.mark.gpu
 

@@ -19,6 +19,7 @@ from tests.scheduler.simulation import (
     Plan,
     expected_answer,
     make_request,
+    make_scheduler,
     run,
 )
 from toolkit.scheduler import FinishReason, ModelOutput, Scheduler
@@ -262,6 +263,19 @@ def test_an_adapter_that_waits_gets_its_turn():
     check_answers(plan, allowed=set())
     assert outcome.first_token["none"] == 6
     assert 6 < outcome.first_token["b"] < outcome.first_token["a7"] < 20
+
+
+def test_an_aborted_request_leaves_its_turn_to_others():
+    """The only slot is free when the first request that waited for it has been aborted."""
+    scheduler = make_scheduler(Plan(num_blocks=100, max_loras=1))
+    for name in "abc":
+        scheduler.add(make_request(name, [2], adapter=name))
+    step = scheduler.schedule()
+    assert [new.spec.adapter.name for new in step.new_rows] == ["a"]
+    for name in "ab":
+        scheduler.abort(name)
+    step = scheduler.schedule()
+    assert [new.spec.adapter.name for new in step.new_rows] == ["c"]
 
 
 def test_with_priority_an_urgent_request_keeps_its_blocks():

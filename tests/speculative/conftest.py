@@ -8,7 +8,7 @@ import torch
 from toolkit.attention.torch import TorchBackend
 from toolkit.kernels.table import Kernels
 from toolkit.scheduler.speculation import StepCosts
-from toolkit.worker.worker import Worker
+from toolkit.worker.startup.warm_up import WarmUp
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def gpu_runner(triton_runs: bool, monkeypatch: pytest.MonkeyPatch):
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
-    monkeypatch.setattr(Worker, "_compile_kernels", lambda *_: None)  # there is no compiler
+    monkeypatch.setattr(WarmUp, "compile", lambda *_: None)  # there is no compiler
     # Steps that overlap have the same buffers, which a GPU copies in order.
     monkeypatch.setattr("toolkit.worker.model_runner.to_host", torch.clone)
 

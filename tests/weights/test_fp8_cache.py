@@ -144,7 +144,7 @@ def test_scales_alone_change_no_answer(checkpoint, monkeypatch, name, quantizati
 
     expected = answers("auto")
     monkeypatch.setattr(
-        "toolkit.worker.worker.choose_cache_dtype", lambda wanted, dtype, device: dtype
+        "toolkit.worker.startup.runners.choose_cache_dtype", lambda wanted, dtype, device: dtype
     )
     scaled = []
     monkeypatch.setattr(

@@ -21,6 +21,7 @@ from toolkit.kernels.table import Kernels
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.model_runner import PendingOutput
 from toolkit.worker.operations import Operation
+from toolkit.worker.startup.warm_up import WarmUp
 from toolkit.worker.worker import Worker
 
 
@@ -108,7 +109,7 @@ def test_two_gpu_stages_sample_as_one_cpu_runner(
 
     monkeypatch.setattr("toolkit.engine.llm.start_executor", start)
     monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
-    monkeypatch.setattr(Worker, "_compile_kernels", lambda *_: None)  # there is no compiler
+    monkeypatch.setattr(WarmUp, "compile", lambda *_: None)  # there is no compiler
     actual = answers(2)
     assert [type(worker.runner).__name__ for worker in made[0].workers] == ["CudaRunner"] * 2
     for a, b in zip(expected, actual, strict=True):

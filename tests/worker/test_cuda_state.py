@@ -19,7 +19,7 @@ from toolkit.sequence import SequenceSpec
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.cuda_state import CudaBatchState
 from toolkit.worker.graph_policy import StepShape
-from toolkit.worker.warm_up import WarmUp
+from toolkit.worker.startup.warm_up import WarmUp
 
 ROWS, LENGTH, BLOCK = 7, 100, 4
 

@@ -121,7 +121,7 @@ def test_graphs_cost_little_time_and_memory(tmp_path):
     llm = LLM(str(tmp_path), load_format="dummy", dtype="bfloat16", gpu_memory_utilization=0.3)
     worker = llm._core.executor._worker
     runner, shapes = worker.runner, worker.runner.policy.shapes
-    with worker._on_stream(), torch.inference_mode():
+    with worker.on_stream(), torch.inference_mode():
         runner.close()
         runner._pool = None
         torch.cuda.synchronize()

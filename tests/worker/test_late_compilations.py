@@ -104,7 +104,7 @@ def test_no_shape_of_a_step_compiles(llm: LLM, caplog: pytest.LogCaptureFixture)
         for tokens in {n + 1, n * (1 + drafts)}
         for context in (65, 1000, longest)
     ]
-    with caplog.at_level(logging.WARNING), torch.inference_mode(), worker._on_stream():
+    with caplog.at_level(logging.WARNING), torch.inference_mode(), worker.on_stream():
         worker.runner.rehearse(decode + mixed + verifying)
         torch.cuda.synchronize()
     assert worker.runner.num_compiled() == 0, caplog.text

@@ -18,9 +18,10 @@ from toolkit.models.build import build_model, load_config
 from toolkit.weights.loader import find_weights
 from toolkit.weights.safetensors import read_buffered, read_header, read_mapped
 from toolkit.weights.slots import Slot
-from toolkit.worker import worker as worker_module
-from toolkit.worker.loading import Loading
-from toolkit.worker.worker import Worker, _Phases
+from toolkit.worker.startup import runners
+from toolkit.worker.startup.loading import Loading
+from toolkit.worker.startup.phases import Phases
+from toolkit.worker.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -120,9 +121,9 @@ def test_reading_safetensors_can_be_stopped(checkpoint, read):
 def test_nested_phases_count_separately(monkeypatch):
     """The time of the weights, loaded while the cache is made, does not count for the cache."""
     moments = iter([100.0, 103.0, 107.0, 108.0, 200.0, 201.0])
-    monkeypatch.setattr("toolkit.worker.worker.time.perf_counter", lambda: next(moments))
+    monkeypatch.setattr("toolkit.worker.startup.phases.time.perf_counter", lambda: next(moments))
     reported = {}
-    phases = _Phases(reported.__setitem__)
+    phases = Phases(reported.__setitem__)
     with phases("KV cache"), phases("weights", 10.0):
         pass
     with phases("graphs"):
@@ -132,9 +133,9 @@ def test_nested_phases_count_separately(monkeypatch):
 
 def test_the_weights_phase_on_a_cpu_ends_when_they_are_loaded(checkpoint, monkeypatch):
     events = []
-    choose = worker_module.choose_backend
+    choose = runners.choose_backend
     monkeypatch.setattr(
-        worker_module,
+        runners,
         "choose_backend",
         lambda *fit, **more: events.append("backend") or choose(*fit, **more),
     )

@@ -13,7 +13,7 @@ from toolkit import LLM
 from toolkit.errors import OutOfMemoryError
 from toolkit.hardware.memory import explain_out_of_memory
 from toolkit.models.build import build_model
-from toolkit.worker.memory_budget import require_one_request_fits, require_weights_fit
+from toolkit.worker.startup.memory_budget import require_one_request_fits, require_weights_fit
 
 PROGRAM = """
 import psutil
@@ -133,7 +133,7 @@ def test_a_cache_that_does_not_fit_is_reported(checkpoint, monkeypatch):
     def full(*args, **kwargs):
         raise MemoryError
 
-    monkeypatch.setattr("toolkit.worker.worker.KVCache", full)
+    monkeypatch.setattr("toolkit.worker.startup.runners.KVCache", full)
     with pytest.raises(
         OutOfMemoryError, match=r"enough memory for a KV cache of .* and 0 B of swap space"
     ):
@@ -146,7 +146,7 @@ def test_weights_that_do_not_fit_are_reported(checkpoint, monkeypatch):
             raise MemoryError
         return build_model(config, device=device, **more)
 
-    monkeypatch.setattr("toolkit.worker.worker.build_model", full)
+    monkeypatch.setattr("toolkit.worker.startup.model_loader.build_model", full)
     with pytest.raises(
         OutOfMemoryError, match=r"enough memory for the model's weights .*--quantization"
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit import LLM, SamplingParams
-from toolkit.worker.warm_up import WarmUp
+from toolkit.worker.startup.warm_up import WarmUp
 
 
 def test_warm_up_changes_no_answer(checkpoint):

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from toolkit.config import EngineConfig
 from toolkit.engine.adapters import AdapterRegistry
 from toolkit.engine.beam_search import BeamSearch, first_logprobs
@@ -32,7 +34,8 @@ from toolkit.executor import Executor, start_executor
 from toolkit.hub import locate, locate_tokenizer
 from toolkit.sampling.params import BeamSearchParams, SamplingParams
 from toolkit.sequence import LoRARequest
-from toolkit.text.tokenizer import load_tokenizer
+from toolkit.text.harmony import HarmonyFormat, content_of, is_harmony
+from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 from toolkit.worker import Report
 
 Messages = list[dict[str, Any]]
@@ -98,10 +101,7 @@ class LLM:
         progress on a terminal. Raises InvalidRequestError before anything runs if a prompt is
         invalid, and EngineError if a request failed."""
         many = _as_list(prompts)
-        params = _params_per_prompt(
-            self.get_default_sampling_params() if sampling_params is None else sampling_params,
-            len(many),
-        )
+        params = self._params_per_prompt(sampling_params, len(many))
         if priority is not None and len(priority) != len(many):
             raise InvalidRequestError(
                 f"There are {len(many)} prompts and {len(priority)} priorities."
@@ -151,13 +151,34 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations. Raises InvalidRequestError if the model has no chat template."""
+        """Answer conversations. Raises InvalidRequestError if the model has no chat template.
+
+        In gpt-oss's format, the text of an answer is its content, and `token_ids` have all of it.
+        With `skip_special_tokens=False` the text has all of it, too."""
         several = bool(messages) and isinstance(messages[0], list)
         conversations = cast(list[Messages], messages if several else [messages])
         prompts: list[Prompt] = [
             self._inputs.chat_prompt(one, **template_options) for one in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        params = self._params_per_prompt(sampling_params, len(prompts))
+        template = template_options.get("chat_template")
+        tokenizer = self._inputs.require_tokenizer()
+        source = tokenizer.find_template(template) if template else tokenizer.chat_template_text
+        if not is_harmony(source):
+            return self.generate(prompts, params, use_tqdm=use_tqdm)
+        with_marks = [
+            msgspec.structs.replace(
+                one, skip_special_tokens=False, spaces_between_special_tokens=False
+            )
+            if one.skip_special_tokens
+            else one
+            for one in params
+        ]
+        results = self.generate(prompts, with_marks, use_tqdm=use_tqdm)
+        for result, asked in zip(results, params, strict=True):
+            if asked.skip_special_tokens:
+                _keep_content(result, tokenizer)
+        return results
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
@@ -288,6 +309,19 @@ class LLM:
         """Free the model's memory. Later calls and open streams raise EngineDeadError."""
         self._is_shut_down = True
         self._core.shutdown()
+
+    def _params_per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError(
+                f"There are {count} prompts and {len(params)} sampling parameters."
+            )
+        return list(params)
 
     def _require_running(self) -> None:
         if self._is_shut_down:
@@ -421,13 +455,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return many
 
 
-def _params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams], count: int
-) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"There are {count} prompts and {len(params)} sampling parameters."
-        )
-    return list(params)
+def _keep_content(result: RequestOutput, tokenizer: Tokenizer) -> None:
+    """Reduce answers in harmony to their content."""
+    opening = HarmonyFormat.opening_of(result.prompt_token_ids, tokenizer)
+    for answer in result.outputs:
+        is_cut = answer.finish_reason != "stop" or answer.stop_reason is not None
+        answer.text = content_of(answer.text, opening=opening, is_cut=is_cut)

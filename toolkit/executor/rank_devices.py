@@ -39,7 +39,7 @@ def report(wanted: str, rank: int) -> DeviceReport:
     """Return the report of this rank's device. Raises ConfigError if there is none."""
     import torch
 
-    from toolkit.worker.worker import choose_device
+    from toolkit.worker.startup.devices import choose_device
 
     device = choose_device(wanted, rank)
     if device.type == "cpu":

@@ -72,13 +72,14 @@ def as_fields(name: str, result: Estimate) -> dict[str, Any]:
 def _facts(result: Estimate) -> list[tuple[str, str]]:
     device, num_devices = result.device, result.parallel.num_devices
     each = f"each of {num_devices}: " if num_devices > 1 else ""
+    graphs = ", CUDA graphs" if device.kind == "cuda" else ""
     facts = [
         ("device", f"{each}{device.name}: {size(device.free)} free of {size(device.total)}"),
         (
             "weights",
             f"{size(result.weights)}: {count(result.num_parameters)} parameters in {result.dtype}",
         ),
-        ("step", f"about {size(result.step)}: activations, logits, and the process itself"),
+        ("step", f"about {size(result.step)}: activations, logits{graphs}, and the process itself"),
     ]
     if result.drafter:
         facts.insert(2, ("drafter", f"{size(result.drafter)} of the weights"))

@@ -1,9 +1,9 @@
 """Estimate whether a model fits on a device, and the size of its KV cache, before it is loaded.
 
-Sizes of weights and cache are exact. The memory of a step is estimated here; on a GPU the worker
-measures it. The arithmetic is the worker's: weights from the headers of the safetensors files (of a
-model on the hub by range requests), the cache from config.json, free memory from NVML or the
-system. Tests compare the results with a worker's `WorkerInfo`."""
+Sizes of weights and cache are exact. The memory of a step is estimated (`step_memory`); on a GPU
+the worker measures it. The arithmetic is the worker's: weights from the headers of the safetensors
+files (of a model on the hub by range requests), the cache from config.json, free memory from NVML
+or the system. Tests compare the results with a worker's `WorkerInfo`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,14 +14,16 @@ from toolkit.config import EngineConfig
 from toolkit.config.engine import LoRAConfig, ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device
-from toolkit.hardware.figures import CPU_CACHE_SHARE, SAMPLING_BYTES
+from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
+from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory
 from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.cache_layout import CacheLayout, KVShape
 from toolkit.models.describe import Attention, Decoder, Parameter
 from toolkit.models.eagle import (
     EAGLE3_TENSORS,
     EAGLE_TENSORS,
+    Eagle3,
     describe_eagle,
     describe_own_layer,
 )
@@ -39,9 +41,6 @@ from toolkit.weights.layout import (
 )
 
 RANK_BLOCK = 16  # ranks of adapters are padded to a multiple of this on a GPU
-CPU_RUNTIME = 400 * 2**20
-"""Memory of a CPU server's processes without weights and cache: 223 MiB idle (2026-11-21)."""
-CUDA_RUNTIME = 700 * 2**20  # memory of a process's CUDA context, kernels and workspaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,9 @@ class Estimate:
     dtype: str
     num_parameters: int
     weights: int
-    step: int  # of the largest step without the weights, plus the process itself
+    step: int  # of the largest step without the weights, CUDA graphs and the process itself
+    bytes_per_position: float
+    """Memory that each token of --max-model-len takes from the cache, for the rows' tables."""
     block_size: int
     num_blocks: int
     block_bytes: int
@@ -84,7 +85,13 @@ class Estimate:
         """Largest --max-model-len that fits, up to the model's own maximum. 0 if none fits."""
         if not self.weights_fit:
             return 0
-        return min(self.max_positions, self.num_tokens) if self.has_cache else self.max_positions
+        if not self.has_cache:
+            return self.max_positions
+        longest = self.num_tokens
+        if longest > self.max_model_len and self.bytes_per_position:
+            room = self.cache + self.max_model_len * self.bytes_per_position
+            longest = int(room / (self.block_bytes / self.block_size + self.bytes_per_position))
+        return min(self.max_positions, longest)
 
     @property
     def num_sequences(self) -> float:
@@ -123,16 +130,18 @@ class DrafterShape:
 
     parameters: Sequence[Parameter]
     attention: Sequence[Attention] | Sequence[KVShape]
+    drafting: Drafting
     packings: Packings | None = None
     is_tied: bool = False
-    most: int = 0  # drafts of a request
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, most: int) -> Self:
         """Return the shape of a complete model."""
         is_tied = checkpoint.config.tie_word_embeddings
         parameters, packings = list(checkpoint.parameters), checkpoint.packings
-        return cls(parameters, checkpoint.attention, packings, is_tied, most)
+        config: Any = checkpoint.config
+        drafting = Drafting(most, len(checkpoint.attention), config.hidden_size)
+        return cls(parameters, checkpoint.attention, drafting, packings, is_tied)
 
     @classmethod
     def of_own_layer(cls, checkpoint: Checkpoint, most: int) -> Self:
@@ -145,7 +154,8 @@ class DrafterShape:
                 param="speculative_config",
             )
         parameters = list(found.own.parameters(found.hidden_size))
-        return cls(parameters, found.attention, checkpoint.packings, most=most)
+        drafting = Drafting(most, len(found.attention), found.hidden_size, num_states=1)
+        return cls(parameters, found.attention, drafting, checkpoint.packings)
 
     @classmethod
     def of_eagle(
@@ -177,7 +187,9 @@ class DrafterShape:
         if not parameters:  # pickled files do not say what they have
             stored = TYPE_BYTES.get(str(checkpoint.stored_type), 4)
             parameters = [Parameter("", (checkpoint.size // stored,), "vector")]
-        return cls(parameters, described.attention, checkpoint.packings, most=most)
+        num_states = len(described.taps) if isinstance(described, Eagle3) else 1
+        drafting = Drafting(most, len(described.attention), described.hidden_size, num_states)
+        return cls(parameters, described.attention, drafting, checkpoint.packings)
 
 
 def estimate(
@@ -190,7 +202,6 @@ def estimate(
 
     Raises CheckpointError for an unsupported model or one of unknown size, and ConfigError for
     settings that the model does not support."""
-    config: Any = checkpoint.config
     described = checkpoint.description
     if engine.parallel.enable_expert_parallel and not (
         isinstance(described, Decoder) and described.experts
@@ -209,7 +220,16 @@ def estimate(
     ranks = engine.parallel.tensor_parallel_size
     layout = CacheLayout.of(checkpoint.attention, engine.cache.block_size, ranks)
     layer_bytes = layout.layer_bytes(TYPE_BYTES[cache_type]) if layout else 0
-    step = _step_bytes(config, engine, dtype, device)
+    steps = StepMemory(
+        checkpoint.config,
+        engine,
+        TYPE_BYTES[dtype],
+        on_gpu=device.kind == "cuda",
+        max_model_len=max_model_len,
+        num_layers=max(layers for _, layers in stages) if layout else 0,
+        drafting=None if drafter is None else drafter.drafting,
+    )
+    step = steps.total
     drafter_weights = drafter_block = spare = 0
     if drafter is not None and layout is not None:
         plain = dataclasses.replace(engine, lora=LoRAConfig())
@@ -217,8 +237,8 @@ def estimate(
         drafter_weights = sum(map(nbytes, drafter.parameters))
         own = CacheLayout.of(drafter.attention, engine.cache.block_size, ranks)
         drafter_block = own.block_bytes(TYPE_BYTES[cache_type]) if own else 0
-        # As `worker.drafters` has them, for the positions of drafts.
-        per_row = -(-drafter.most // engine.cache.block_size)
+        # As `worker.startup.drafters` has them, for the positions of drafts.
+        per_row = -(-drafter.drafting.most // engine.cache.block_size)
         spare = engine.scheduler.max_num_seqs * per_row * drafter_block
         stages = [(weights + drafter_weights, layers) for weights, layers in stages]
 
@@ -240,6 +260,7 @@ def estimate(
         num_parameters=checkpoint.num_parameters or 0,
         weights=weights,
         step=step,
+        bytes_per_position=steps.bytes_per_position if _is_measured(engine, device) else 0.0,
         block_size=engine.cache.block_size,
         num_blocks=num_blocks,
         block_bytes=block_bytes,
@@ -359,19 +380,11 @@ def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     return length
 
 
-def _step_bytes(config: Any, engine: EngineConfig, dtype: str, device: Device) -> int:
-    """Return the bytes of the largest step (hidden states, logits, sampling) and the process."""
-    on_gpu = device.kind == "cuda"
-    tokens = engine.scheduler.max_num_batched_tokens or (8192 if on_gpu else 2048)
-    requests = min(engine.scheduler.max_num_seqs, tokens)
-    inner: int = (
-        getattr(config, "intermediate_size", None)
-        or getattr(config, "n_inner", None)
-        or 4 * config.hidden_size
-    )
-    width = 4 * int(config.hidden_size) + 2 * inner
-    logits = requests * int(config.vocab_size) * (TYPE_BYTES[dtype] + SAMPLING_BYTES)
-    return tokens * width * TYPE_BYTES[dtype] + logits + (CUDA_RUNTIME if on_gpu else CPU_RUNTIME)
+def _is_measured(engine: EngineConfig, device: Device) -> bool:
+    """Return whether the cache gets what steps leave."""
+    cache = engine.cache
+    is_given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory is not None
+    return device.kind == "cuda" and not is_given
 
 
 def _num_blocks(

@@ -58,8 +58,7 @@ class Planner:
 
     def plan(self) -> SchedulerOutput | None:
         """Return the next step, or None if all wait for the tokens of steps in flight."""
-        for request in self._adapters.take_waiting():
-            self._queue.push(request)
+        self._requeue_waiting()
         limits = self._limits
         step = StepBuilder(budget=limits.max_num_batched_tokens)
         if limits.num_stages > 1:
@@ -256,6 +255,16 @@ class Planner:
             self._queue.pop()
         for request in set_aside:
             self._queue.push(request)
+
+    def _requeue_waiting(self) -> None:
+        """Put requests back into the queue whose adapter can have a slot now.
+
+        They are those of one adapter, the first with a request that has not ended meanwhile."""
+        while taken := self._adapters.take_waiting():
+            for request in taken:
+                self._queue.push(request)
+            if not all(request.is_finished for request in taken):
+                return
 
     def _is_ready(self, request: Request) -> bool:
         if request.num_in_flight:

@@ -215,6 +215,20 @@ class HarmonyFormat(ToolFormat):
             self.is_within_arguments = False
 
 
+def content_of(answer: str, *, opening: str = "", is_cut: bool = False) -> str:
+    """Return an answer without reasoning and calls. Empty lines separate its messages.
+
+    `answer`: with its marks. `opening`: see `opening_of`. `is_cut`: the model would have gone
+    on."""
+    parser = HarmonyFormat([])
+    parser.add(opening)
+    content: list[str] = []
+    for part in [*parser.add(answer), *parser.end(is_cut=is_cut)]:
+        if not part.is_reasoning:
+            content += ["\n\n"] * (part.begins_message and bool(content)) + [part.text]
+    return "".join(content)
+
+
 def _begins_header(mark: str, text: str) -> bool:
     """Return True if text after a mark is a header, or can begin one."""
     if set(_MARK.findall(text)) - {CHANNEL, CONSTRAIN, MESSAGE}:

@@ -4,6 +4,7 @@ A graph is a step of one padded shape: the fewer shapes, the more padding, and t
 longer the start and the more memory. Steps without a graph run kernel by kernel."""
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -154,6 +155,24 @@ class GraphPolicy:
     def _mixed_shape(self, size: int) -> StepShape:
         num_reqs, drafts = min(size, self.max_num_seqs), self.most_step_drafts
         return StepShape(size, num_reqs, size, self.max_model_len, num_drafts=drafts)
+
+
+def new_drafter_graphs(shapes: Sequence[StepShape]) -> list[tuple[bool, bool]]:
+    """Return which graphs of a drafter's model are captured with each shape, in this order.
+
+    (the run that follows the step, the next drafts). False: it has that of an earlier shape, or
+    needs none."""
+    followed: set[StepShape] = set()
+    drafted: set[int] = set()
+    found = []
+    for shape in shapes:
+        plain = replace(shape, is_adapted=False)
+        drafts = shape.num_drafts > 0 and shape.num_reqs not in drafted
+        found.append((plain not in followed, drafts))
+        followed.add(plain)
+        if drafts:
+            drafted.add(shape.num_reqs)
+    return found
 
 
 def num_own_tokens(step: SchedulerOutput) -> IntArray:

@@ -110,7 +110,7 @@ class Replay:
     @torch.inference_mode()
     def milliseconds(self) -> float:
         """Return the time of one replay, averaged over about SECONDS."""
-        with self._worker._on_stream():
+        with self._worker.on_stream():
             state = self._runner.state
             state.apply(self._step)
             state.adapters[self._step.rows] = self._slots
@@ -170,13 +170,13 @@ def make_step(requests: int, tokens: int, context: int) -> SchedulerOutput:
 def place_random(llm: LLM, rank: int) -> None:
     """Fill all slots with random adapters on all linear layers."""
     worker = _worker(llm)
-    active = worker._adapters.active
+    active = worker.runner.adapters.active
     layers = [
         (one, one.weight)
         for one in worker.runner.model.modules()
         if isinstance(one, Linear) and isinstance(one.weight, GPUAdaptedWeight)
     ]
-    with worker._on_stream(), torch.inference_mode(), torch.device("cuda"):
+    with worker.on_stream(), torch.inference_mode(), torch.device("cuda"):
         for slot in range(1, active.num_slots + 1):
             active.place(slot, rank)
             for linear, weight in layers:

@@ -9,10 +9,9 @@ from typing import Protocol
 
 import torch
 
-from toolkit.config import EngineConfig, ModelConfig, Speculation
-from toolkit.distributed import Group, parallel
+from toolkit.config import ModelConfig, Speculation
+from toolkit.distributed import parallel
 from toolkit.errors import ConfigError
-from toolkit.kernels.table import kernels_for
 from toolkit.lora.tokenizer import require_same_vocabulary
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
@@ -28,7 +27,6 @@ from toolkit.models.eagle import (
     describe_own_layer,
 )
 from toolkit.models.model import CausalLM, Model
-from toolkit.models.model_config import ArchitectureConfig
 from toolkit.models.overrides import read_config
 from toolkit.models.registry import describe, has_head
 from toolkit.speculative.draft_model import DraftModel
@@ -37,17 +35,7 @@ from toolkit.speculative.model_drafter import Network
 from toolkit.weights.formats import Packings, read_packings
 from toolkit.weights.loader import find_weights, stored_tensors, tensor_names
 from toolkit.worker.graph_policy import GraphPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The model whose tokens are guessed."""
-
-    folder: Path
-    config: ArchitectureConfig
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int
+from toolkit.worker.startup.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +52,18 @@ class Loaded:
         return -(-self.most // block_size)
 
 
-def check(config: EngineConfig, target: Target) -> Speculation | None:
+def check(setup: Setup) -> Speculation | None:
     """Return the settings of the drafter, None without one. Raises ConfigError."""
-    wanted = config.speculation.drafter
+    config, wanted = setup.config, setup.config.speculation.drafter
     if wanted is None:
         return None
-    name, described = target.config.architectures[0], describe(target.config)
+    name, described = setup.model_config.architectures[0], describe(setup.model_config)
     problem = None
-    if isinstance(described, Encoder) or not has_head(target.config):
+    if isinstance(described, Encoder) or not has_head(setup.model_config):
         problem = f"{name} generates no text"
-    elif target.device.type != "cpu" and kernels_for(target.device) is None:
+    elif setup.device.type != "cpu" and setup.place.kernels is None:
         problem = "on GPUs it needs the package triton"
-    elif target.device.type != "cpu" and config.parallel.pipeline_parallel_size > 1:
+    elif setup.device.type != "cpu" and config.parallel.pipeline_parallel_size > 1:
         problem = "on GPUs it does not support --pipeline-parallel-size"
     elif wanted.method != "ngram" and config.parallel.pipeline_parallel_size > 1:
         problem = f"the method {wanted.method} does not support --pipeline-parallel-size"
@@ -84,14 +72,12 @@ def check(config: EngineConfig, target: Target) -> Speculation | None:
     return wanted
 
 
-def find_loader(
-    config: EngineConfig, wanted: Speculation | None, target: Target, group: Group
-) -> Loader | None:
+def find_loader(setup: Setup, wanted: Speculation | None) -> Loader | None:
     """Return the loader of the drafter's model, None if it has none. Raises ToolkitError."""
     if wanted is None or wanted.method == "ngram":
         return None
     kind = DraftModelLoader if wanted.method == "draft_model" else EagleLoader
-    return kind(config, wanted, target, group)
+    return kind(setup, wanted)
 
 
 class Loader(Protocol):
@@ -106,14 +92,12 @@ class Loader(Protocol):
 class DraftModelLoader:
     """Loads a decoder as drafter. --quantization, --dtype and the cache's type hold for it, too."""
 
-    def __init__(
-        self, config: EngineConfig, wanted: Speculation, target: Target, group: Group
-    ) -> None:
+    def __init__(self, setup: Setup, wanted: Speculation) -> None:
         """Read its configuration. Raises ToolkitError."""
         assert wanted.model is not None
-        self._config, self._target, self._group = config, target, group
+        self._setup = setup
         self._most = wanted.num_speculative_tokens
-        self.folder, given = Path(wanted.model), config.model
+        self.folder, given = Path(wanted.model), setup.config.model
         self._model_config = load_config(
             self.folder,
             ModelConfig(
@@ -125,57 +109,53 @@ class DraftModelLoader:
         described = describe(self._model_config)
         if isinstance(described, Encoder) or not has_head(self._model_config):
             raise _error(f"{self.folder} ({self._model_config.architectures[0]}) generates no text")
-        choose_dtype(str(target.dtype).removeprefix("torch."), self._model_config, target.device)
+        choose_dtype(str(setup.dtype).removeprefix("torch."), self._model_config, setup.device)
         tokenizer = given.tokenizer
-        require_same_vocabulary(
-            self.folder, target.folder if tokenizer is None else Path(tokenizer)
-        )
+        require_same_vocabulary(self.folder, setup.folder if tokenizer is None else Path(tokenizer))
         # 0: config.json does not say.
-        self._limit = min(target.max_model_len, described.max_positions or target.max_model_len)
+        self._limit = min(setup.max_model_len, described.max_positions or setup.max_model_len)
         self.nbytes = self._build(torch.device("meta"), 1).nbytes
 
     def load(self, target: Model) -> Loaded:
-        model, given = self._build(self._target.device, self._limit), self._config.model
+        model, given = self._build(self._setup.device, self._limit), self._setup.config.model
         assert isinstance(model, CausalLM)
         find_weights(model, self.folder, given.load_format, given.seed)(threading.Event())
-        if self._config.cache.kv_cache_dtype == "fp8" and isinstance(model, Decoder):
+        if self._setup.config.cache.kv_cache_dtype == "fp8" and isinstance(model, Decoder):
             scale_cache(model)
-        if self._target.device.type == "cpu":
+        if self._setup.device.type == "cpu":
             model.pack_weights()
-            if self._config.device.enforce_eager:
+            if self._setup.config.device.enforce_eager:
                 model.disable_recording()
         return Loaded(model, DraftModel(model, target.vocab_size), self._most, self._limit)
 
     def _build(self, device: torch.device, max_model_len: int) -> Model:
-        quantization = self._config.model.quantization
-        with parallel(self._group):
+        quantization = self._setup.config.model.quantization
+        with parallel(self._setup.place.group):
             return build_model(
                 self._model_config,
                 device=device,
-                dtype=self._target.dtype,
+                dtype=self._setup.dtype,
                 max_model_len=max_model_len,
                 quantization=None if self._model_config.packings else quantization,
-                target=self._target.device,
+                target=self._setup.device,
             )
 
 
 class EagleLoader:
     """Loads the network of EAGLE or EAGLE-3, or the layer of the model that drafts."""
 
-    def __init__(
-        self, config: EngineConfig, wanted: Speculation, target: Target, group: Group
-    ) -> None:
+    def __init__(self, setup: Setup, wanted: Speculation) -> None:
         """Read its configuration. Raises ToolkitError."""
-        self._config, self._target, self._group = config, target, group
+        self._setup = setup
         self._most = wanted.num_speculative_tokens
-        described = describe(target.config)
+        described = describe(setup.model_config)
         if not isinstance(described, Described):
             raise _error(
                 f"the method {wanted.method} reads hidden states, which tk does not have of "
-                f"{target.config.architectures[0]}: Transformers computes it"
+                f"{setup.model_config.architectures[0]}: Transformers computes it"
             )
         if wanted.model is None:
-            self.folder, self._packings = target.folder, target.config.packings
+            self.folder, self._packings = setup.folder, setup.model_config.packings
             self._described: Eagle = self._find_own_layer(described)
         else:
             self.folder = Path(wanted.model)
@@ -185,7 +165,8 @@ class EagleLoader:
         self.nbytes = self._build(torch.device("meta"), 1).nbytes
 
     def _find_own_layer(self, model: Described) -> Eagle:
-        name, load_format = self._target.config.architectures[0], self._config.model.load_format
+        name = self._setup.model_config.architectures[0]
+        load_format = self._setup.config.model.load_format
         found = describe_own_layer(model)
         if found is None:
             raise _error(f"{name} has no layer that drafts, or tk does not know it")
@@ -200,7 +181,7 @@ class EagleLoader:
         return found
 
     def _read(self, wanted: Speculation, model: Described) -> tuple[Eagle, Packings | None]:
-        raw, load_format = read_config(self.folder), self._config.model.load_format
+        raw, load_format = read_config(self.folder), self._setup.config.model.load_format
         is_third = wanted.method == "eagle3"
         names = EAGLE3_TENSORS if is_third else EAGLE_TENSORS
         if load_format != "dummy":
@@ -214,41 +195,41 @@ class EagleLoader:
 
     def load(self, target: Model) -> Loaded:
         assert isinstance(target, Decoder)
-        given, limit = self._config.model, self._target.max_model_len
-        model = self._build(self._target.device, limit)
+        given, limit = self._setup.config.model, self._setup.max_model_len
+        model = self._build(self._setup.device, limit)
         find_weights(model, self.folder, given.load_format, given.seed)(threading.Event())
-        if self._target.device.type == "cpu":
+        if self._setup.device.type == "cpu":
             model.pack_weights()
         network = EagleNetwork(model, target, taps_of(self._described))
         return Loaded(model, network, self._most, limit)
 
     def _require_fit(self, target: Described) -> None:
         """Raise ConfigError if it cannot have been made for the model."""
-        own, name = self._described, self._target.config.architectures[0]
+        own, name = self._described, self._setup.model_config.architectures[0]
         shares = not (isinstance(own, Eagle3) and own.has_embedding)
         if shares and own.hidden_size != target.hidden_size:
             raise _error(
-                f"{self.folder} has hidden size {own.hidden_size}, and {self._target.folder} "
+                f"{self.folder} has hidden size {own.hidden_size}, and {self._setup.folder} "
                 f"({name}) {target.hidden_size}. Use a drafter that was trained for this model"
             )
         if not shares and own.vocab_size < target.vocab_size:
             raise _error(
                 f"{self.folder} has embeddings of {own.vocab_size} tokens, and "
-                f"{self._target.folder} ({name}) {target.vocab_size} tokens"
+                f"{self._setup.folder} ({name}) {target.vocab_size} tokens"
             )
 
     def _build(self, device: torch.device, max_model_len: int) -> EagleModel:
-        quantization = self._config.model.quantization
-        with parallel(self._group):
+        quantization = self._setup.config.model.quantization
+        with parallel(self._setup.place.group):
             return build_eagle(
                 self._described,
                 self._hidden_size,
                 device=device,
-                dtype=self._target.dtype,
+                dtype=self._setup.dtype,
                 max_model_len=max_model_len,
                 quantization=None if self._packings else quantization,
                 packings=self._packings,
-                target=self._target.device,
+                target=self._setup.device,
             )
 
 

@@ -1,7 +1,7 @@
 """Steps before the first request: they compile kernels, select products, and measure memory."""
 
-import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.cuda_runner import CudaRunner
 from toolkit.worker.encoder_runner import EncoderRunner
-from toolkit.worker.graph_policy import StepShape
+from toolkit.worker.graph_policy import StepShape, new_drafter_graphs
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
 
@@ -25,6 +25,18 @@ _CONTEXTS = tuple(64 << i for i in range(7))  # one for each power of two of key
 
 STEP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LONG_MEASUREMENT = 500  # milliseconds
+
+
+def drop_graphs_that_wait(runner: ModelRunner) -> bool:
+    """Have the runner capture nothing if the model's code waits for the GPU. Return if so.
+
+    Call it after loading, which waits too: PyTorch watches all threads."""
+    if not isinstance(runner, CudaRunner) or not runner.policy.captures:
+        return False
+    if not runner.model.may_synchronize or not runner.synchronizes():
+        return False
+    runner.policy = replace(runner.policy, captures=False)
+    return True
 
 
 class WarmUp:
@@ -173,16 +185,27 @@ class WarmUp:
         """Return the bytes that CUDA graphs will take.
 
         The largest takes all its activations, which the others share. Each other one takes as much
-        as the second does."""
+        as the first with as many graphs of a drafter's model."""
         runner = self._runner
         shapes = runner.policy.shapes if isinstance(runner, CudaRunner) else []
+        if not shapes:
+            return 0
+        drafter = self._cuda_runner.draft_runner
+        if drafter is None or not drafter.is_capturable:
+            kinds = [(False, False)] * len(shapes)
+        else:
+            kinds = new_drafter_graphs(shapes)
         empty_cache()  # else memory of earlier steps would count for the first
-        free = [torch.cuda.mem_get_info()[0]]
-        for shape in shapes[:2]:
-            self._cuda_runner.capture([shape])
-            free.append(torch.cuda.mem_get_info()[0])
-        taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
-        return sum(taken) + max(0, len(shapes) - 2) * (taken[1] if len(taken) > 1 else 0)
+        taken = self._captured_bytes(shapes[0])
+        for kind, count in Counter(kinds[1:]).items():
+            taken += count * self._captured_bytes(shapes[kinds.index(kind, 1)])
+        return taken
+
+    def _captured_bytes(self, shape: StepShape) -> int:
+        """Capture a shape and return the bytes that it takes."""
+        before = torch.cuda.mem_get_info()[0]
+        self._cuda_runner.capture([shape])
+        return max(0, before - torch.cuda.mem_get_info()[0])
 
     @property
     def _most_requests(self) -> int:

@@ -1,0 +1,88 @@
+"""The size of the KV cache: the memory that is left for it, and its numbers of blocks."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from toolkit.hardware import memory
+from toolkit.hardware.figures import CPU_CACHE_SHARE
+from toolkit.worker.info import WorkerInfo
+from toolkit.worker.model_runner import ModelRunner
+from toolkit.worker.startup import memory_budget
+from toolkit.worker.startup.setup import Setup
+from toolkit.worker.startup.warm_up import WarmUp, drop_graphs_that_wait
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Numbers of blocks, and the longest sequence that they are for."""
+
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+
+
+def is_measured(setup: Setup) -> bool:
+    """Return whether steps are run to find out how much memory they leave."""
+    return setup.device.type == "cuda" and setup.config.cache.num_gpu_blocks_override is None
+
+
+def measure_room(
+    setup: Setup, runner: ModelRunner, info: WorkerInfo, wait_for_weights: Callable[[], None]
+) -> int:
+    """Measure the bytes of a GPU that are left for the cache, next to steps and graphs.
+
+    Kernels are compiled before the weights are loaded. Not called with --num-gpu-blocks-override,
+    nor for encoders: then products keep PyTorch's choice of algorithm."""
+    warm_up = WarmUp(runner, info, setup.max_num_seqs)
+    if setup.place.kernels is not None:
+        warm_up.compile(setup.place.kernels, setup.num_compile_threads)
+    wait_for_weights()
+    drop_graphs_that_wait(runner)
+    if runner.backend.is_capturable and setup.place.kernels is not None:
+        warm_up.choose_products()
+    peak = warm_up.peak_bytes(samples=setup.place.stage.is_last) - info.cache_bytes
+    peak += warm_up.graph_bytes()
+    total = torch.cuda.mem_get_info(setup.device)[1]
+    return int(total * setup.config.cache.gpu_memory_utilization) - peak
+
+
+def host_room(setup: Setup, weight_bytes: int, spare_bytes: int) -> int:
+    """Return the bytes that a cache may take where nothing is measured.
+
+    `spare_bytes`: of a drafter's cache in addition to its blocks."""
+    taken = setup.place.world.total(weight_bytes) if setup.device.type == "cpu" else 0
+    sharing = setup.place.num_local_ranks or setup.config.parallel.world_size
+    return int(memory.available(setup.device, taken) * CPU_CACHE_SHARE / sharing) - spare_bytes
+
+
+def choose_size(setup: Setup, room: int, block_bytes: int) -> CacheSize:
+    """Return the size of a cache for `room` free bytes. Raises OutOfMemoryError."""
+    cache, max_model_len = setup.config.cache, setup.max_model_len
+    num_blocks, num_host_blocks = (
+        setup.place.world.minimum(number)
+        for number in memory_budget.cache_blocks(
+            cache,
+            room=max(0, room),
+            block_bytes=block_bytes,
+            most_useful=setup.max_num_seqs * -(-max_model_len // cache.block_size),
+            device=setup.device,
+        )
+    )
+    overridden = (
+        cache.num_gpu_blocks_override is not None and setup.config.model.max_model_len is None
+    )
+    if overridden and num_blocks * cache.block_size < max_model_len:
+        logger.warning(
+            "max_model_len is limited to %d by --num-gpu-blocks-override",
+            num_blocks * cache.block_size,
+        )
+        max_model_len = num_blocks * cache.block_size
+    memory_budget.require_one_request_fits(
+        num_blocks, cache.block_size, max_model_len, block_bytes, setup.device
+    )
+    return CacheSize(num_blocks, num_host_blocks, max_model_len)

@@ -1,0 +1,147 @@
+"""Builds the model with its adapters, and loads its weights."""
+
+import logging
+import threading
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from toolkit.distributed import SINGLE, SINGLE_STAGE, Group, Stage, parallel
+from toolkit.errors import ConfigError
+from toolkit.hardware import memory
+from toolkit.lora.adapters import Adapters
+from toolkit.lora.weight import Adapted
+from toolkit.models.build import build_model
+from toolkit.models.cache_scale import scale_cache
+from toolkit.models.decoder import Decoder
+from toolkit.models.model import CausalLM, Model
+from toolkit.weights.loader import find_weights
+from toolkit.worker.adapter_reading import max_lora_rank
+from toolkit.worker.startup.loading import Fill, Loading
+from toolkit.worker.startup.memory_budget import require_weights_fit
+from toolkit.worker.startup.setup import Setup, use_stream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """This rank's part of the model."""
+
+    model: Model
+    adapters: Adapters | None
+    loading: Loading | None  # set while the weights may still be loading
+    num_parameters: int
+    model_parameters: int  # of the unsharded model
+    weight_bytes: int  # of the model, its adapters and, once that is loaded, the drafter's
+
+
+class ModelLoader:
+    """Loads the model of one worker."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def load(self, drafter_bytes: int) -> LoadedModel:
+        """Return the model. On a GPU its weights may still be loading.
+
+        `drafter_bytes`: weights of a drafter's model, which is loaded afterwards."""
+        setup, place = self._setup, self._setup.place
+        sketch = self._sketch(place.stage, place.group)
+        if (packings := setup.model_config.packings) is not None:
+            names = [slot.rpartition(".")[0] for slot in sketch.slots()]
+            layouts = packings.layouts(dict.fromkeys(names))
+            logger.info("weights quantized by %s: %s", packings.method, layouts)
+        num_parameters = model_parameters = _num_parameters(sketch)
+        if place.world.size > 1:
+            model_parameters = _num_parameters(self._sketch(SINGLE_STAGE, SINGLE))
+        self._require_room(sketch.nbytes, drafter_bytes)
+        with setup.explain_lack_for_weights():
+            model = self._build(setup.device, setup.max_model_len, place.stage, place.group)
+        everything = (
+            sketch if place.stage is SINGLE_STAGE else self._sketch(SINGLE_STAGE, place.group)
+        )
+        loaded = LoadedModel(model, None, None, num_parameters, model_parameters, sketch.nbytes)
+        if setup.config.lora.is_enabled:
+            self._add_adapters(loaded, everything)
+        given = setup.config.model
+        fill = find_weights(model, setup.folder, given.load_format, given.seed, everything.slots())
+        # Not while a drafter's model is built: PyTorch's default dtype is that of all threads.
+        if setup.device.type == "cuda" and place.world.size == 1 and not drafter_bytes:
+            loaded.loading = Loading(partial(self._fill, model, fill), setup.device)
+            return loaded
+        # On a CPU, loading uses the main thread's PyTorch threads. Several ranks compile kernels
+        # together, and each would wait for all files.
+        self._fill(model, fill, threading.Event())
+        if setup.device.type == "cpu":
+            del fill  # refers to the unpacked weights
+            model.pack_weights()
+            if isinstance(model, CausalLM) and setup.config.device.enforce_eager:
+                model.disable_recording()
+            memory.trim_heap()
+            loaded.weight_bytes = model.nbytes
+        return loaded
+
+    def _sketch(self, stage: Stage, group: Group) -> Model:
+        """Build a model without memory."""
+        return self._build(torch.device("meta"), 1, stage, group)
+
+    def _build(self, device: torch.device, max_model_len: int, stage: Stage, group: Group) -> Model:
+        setup, config = self._setup, self._setup.config
+        splits_experts = not config.parallel.enable_expert_parallel
+        with parallel(group, stage, splits_experts=splits_experts):
+            return build_model(
+                setup.model_config,
+                device=device,
+                dtype=setup.dtype,
+                max_model_len=max_model_len,
+                quantization=config.model.quantization,
+                target=setup.device,
+            )
+
+    def _require_room(self, weight_bytes: int, drafter_bytes: int) -> None:
+        """Raise OutOfMemoryError if the weights do not fit."""
+        setup, place = self._setup, self._setup.place
+        together = weight_bytes + drafter_bytes
+        if setup.device.type == "cpu":  # ranks on one machine share its memory
+            together = (
+                together * place.num_local_ranks
+                if place.num_local_ranks
+                else place.world.total(together)
+            )
+        both = ("The weights of the model and its drafter",) if drafter_bytes else ()
+        require_weights_fit(together, setup.device, setup.dtype, *both)
+
+    def _add_adapters(self, loaded: LoadedModel, everything: Model) -> None:
+        """Give the model's layers adapters. `everything`: the model with all of its stages."""
+        setup, model = self._setup, loaded.model
+        self._require_adapters(model)
+        lora, rank = setup.config.lora, max_lora_rank(setup.config.lora)
+        with use_stream(setup.place.stream), setup.explain_lack_for_weights():
+            loaded.adapters = Adapters(
+                model, everything, rank, lora.max_loras, setup.dtype, setup.place.kernels
+            )
+        loaded.weight_bytes += sum(
+            module.nbytes for module in model.modules() if isinstance(module, Adapted)
+        )
+
+    def _require_adapters(self, model: Model) -> None:
+        """Raise ConfigError if the model cannot have adapters here."""
+        problem = None
+        if self._setup.device.type != "cpu" and self._setup.place.kernels is None:
+            problem = "adapters on a GPU need the package triton"
+        elif not isinstance(model, Decoder):
+            problem = f"adapters of {model.architecture} are not supported: tk has no code of it"
+        if problem is not None:
+            raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
+
+    def _fill(self, model: Model, fill: Fill, stop: threading.Event) -> None:
+        with use_stream(self._setup.place.stream), self._setup.explain_lack_for_weights():
+            fill(stop)
+            if self._setup.config.cache.kv_cache_dtype == "fp8" and isinstance(model, Decoder):
+                scale_cache(model)
+
+
+def _num_parameters(model: Model) -> int:
+    return sum(part.target.numel() for slot in model.slots().values() for part in slot.parts)

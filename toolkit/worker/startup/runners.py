@@ -1,0 +1,170 @@
+"""Makes the runner of a decoder, with its KV cache and drafter."""
+
+import logging
+
+import torch
+
+from toolkit.attention import choose_backend
+from toolkit.config import Speculation
+from toolkit.lora.adapters import Adapters
+from toolkit.lora.weight import Active
+from toolkit.models.model import CausalLM, Model
+from toolkit.sampling.processor_rows import Loaded
+from toolkit.speculative.lookup import DeviceLookup
+from toolkit.speculative.model_drafter import ModelDrafter
+from toolkit.speculative.ngram import NgramDrafter
+from toolkit.worker.batch_state import BatchState
+from toolkit.worker.cuda_drafter import CudaDrafter
+from toolkit.worker.cuda_runner import CudaRunner
+from toolkit.worker.cuda_state import CudaBatchState
+from toolkit.worker.graph_policy import GraphPolicy
+from toolkit.worker.kv_cache import KVCache, cache_layout, choose_cache_dtype
+from toolkit.worker.model_runner import ModelRunner
+from toolkit.worker.startup import drafters
+from toolkit.worker.startup.cache_sizing import CacheSize
+from toolkit.worker.startup.setup import Setup
+
+logger = logging.getLogger(__name__)
+
+
+class RunnerFactory:
+    """Makes runners of one model, with caches of any size: a small one measures memory."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        model: CausalLM,
+        processors: Loaded,
+        adapters: Adapters | None = None,
+        drafter: drafters.Loaded | None = None,
+    ) -> None:
+        self._setup, self._model, self._processors = setup, model, processors
+        self._adapters, self._drafter = adapters, drafter
+        self._block_size = setup.config.cache.block_size
+        self._cache_dtype = choose_cache_dtype(
+            setup.config.cache.kv_cache_dtype, setup.dtype, setup.device
+        )
+        self.backend, why = choose_backend(
+            setup.config.device.attention_backend,
+            setup.device,
+            setup.dtype,
+            model.attention_layers()[0].shape.head_size,
+            self._block_size,
+            fp8_cache=self._cache_dtype == torch.float8_e4m3fn,
+        )
+        logger.info("attention backend %s (%s)", self.backend.name, why)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in the caches of the model and the drafter."""
+        return self._block_bytes(self._model) + self._drafter_block_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the drafter's cache in addition to its blocks."""
+        if self._drafter is None:
+            return 0
+        spare = self._setup.max_num_seqs * self._drafter.spare_blocks(self._block_size)
+        return spare * self._drafter_block_bytes
+
+    def make(self, size: CacheSize) -> ModelRunner:
+        """Return a runner. The size is that of the model's cache."""
+        runner = self._make_plain(size)
+        wanted = self._setup.config.speculation.drafter
+        if wanted is not None:
+            self._add_drafter(runner, wanted, size)
+        return runner
+
+    def _make_plain(self, size: CacheSize) -> ModelRunner:
+        setup, kernels = self._setup, self._setup.place.kernels
+        cache = KVCache(
+            self._model,
+            num_blocks=size.num_blocks,
+            num_host_blocks=size.num_host_blocks,
+            block_size=self._block_size,
+            dtype=self._cache_dtype,
+            device=setup.device,
+        )
+        if kernels is None:
+            plain = BatchState(
+                setup.max_num_seqs,
+                size.max_model_len,
+                self._block_size,
+                setup.device,
+                self._processors,
+            )
+            return ModelRunner(self._model, self.backend, cache, plain)
+        active = None if self._adapters is None else self._adapters.active
+        assert not isinstance(active, Active), "adapters have the device of the runner"
+        wanted = setup.config.speculation.drafter
+        policy = GraphPolicy(
+            setup.max_num_seqs,
+            setup.token_budget,
+            size.max_model_len,
+            captures=self.backend.is_capturable and not setup.config.device.enforce_eager,
+            adapts=active is not None,
+            most_drafts=0 if wanted is None else wanted.num_speculative_tokens,
+        )
+        state = CudaBatchState(
+            setup.max_num_seqs,
+            size.max_model_len,
+            self._block_size,
+            setup.device,
+            setup.token_budget,
+            kernels,
+            self._processors,
+            active,
+            policy.most_step_drafts,
+        )
+        return CudaRunner(self._model, self.backend, cache, state, kernels, policy)
+
+    def _add_drafter(self, runner: ModelRunner, wanted: Speculation, size: CacheSize) -> None:
+        """Have steps verify drafts."""
+        state, loaded = runner.state, self._drafter
+        if isinstance(runner, CudaRunner) and not runner.state.verifies:
+            raise drafters.no_room_error(runner.policy)
+        if loaded is None:
+            if isinstance(runner, CudaRunner):
+                runner.lookup = DeviceLookup(wanted, runner.kernels, runner.state)
+            elif self._setup.place.stage.is_last:
+                runner.drafter = NgramDrafter(wanted, state.token_ids.numpy(), state.lengths)
+            return
+        spare = loaded.spare_blocks(self._block_size)
+        cache = KVCache(
+            loaded.model,
+            num_blocks=size.num_blocks + spare * len(state.lengths),
+            num_host_blocks=size.num_host_blocks,
+            block_size=self._block_size,
+            dtype=self._cache_dtype,
+            device=state.device,
+        )
+        backend, _ = choose_backend(
+            self._setup.config.device.attention_backend,
+            state.device,
+            loaded.model.dtype,
+            loaded.model.attention_layers()[0].shape.head_size,
+            self._block_size,
+            fp8_cache=cache.dtype == torch.float8_e4m3fn,
+        )
+        cache.bind(loaded.model, backend)
+        state.set_spare_blocks(size.num_blocks, spare)
+        runner.caches.append(cache)
+        limit = min(loaded.limit, size.max_model_len)
+        if isinstance(runner, CudaRunner):
+            runner.draft_runner = CudaDrafter(
+                loaded.network,
+                runner.state,
+                runner.kernels,
+                runner.policy,
+                limit,
+                is_capturable=backend.is_capturable and not loaded.model.may_synchronize,
+            )
+        else:
+            runner.drafter = ModelDrafter(loaded.network, state, loaded.most, limit)
+
+    @property
+    def _drafter_block_bytes(self) -> int:
+        return 0 if self._drafter is None else self._block_bytes(self._drafter.model)
+
+    def _block_bytes(self, model: Model) -> int:
+        return cache_layout(model, self._block_size).block_bytes(self._cache_dtype.itemsize)
