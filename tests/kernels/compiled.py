@@ -298,15 +298,7 @@ def compile_experts() -> None:
     arranged = {"PAIRS": routing.PAIRS, "EXPERTS": 128, "PDL": True}
     compile_kernel("blocks of experts", routing._arrange_kernel, types, arranged, 8, 3)
     chosen = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "BIASED": False}
-    for scaled in (False, True):
-        weights = types | ({"weight_ptr": "*fp8e4nv"} if scaled else {})
-        one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "BIASED": False, "PDL": True}
-        up = one | {"KIND": "silu", "INTERLEAVED": False, "COLUMNS": 2048}
-        kind = ", FP8" if scaled else ""
-        compile_kernel(f"one token, up{kind}", expert_vectors.vector_up_kernel, weights, up, 4, 3)
-        down = one | chosen | {"COLUMNS": 256}
-        kernel = expert_vectors.vector_down_kernel
-        compile_kernel(f"one token, down{kind}", kernel, weights, down, 4, 3)
+    compile_one_token_of_experts(types, chosen)
     for form, tokens, columns in (
         ("plain", 8, 128),
         ("plain", 128, 64),
@@ -322,6 +314,31 @@ def compile_experts() -> None:
         compile_tiles_of_experts(types | {"x_scale_ptr": "*fp32"}, chosen, form, tokens, columns)
     constants = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "CHUNK": 1024}
     compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
+
+
+def compile_one_token_of_experts(types: dict[str, str], chosen: dict[str, object]) -> None:
+    fp8 = {"weight_ptr": "*fp8e4nv"}
+    words = {"weight_ptr": "*u16", "scale_ptr": "*fp16", "offset_ptr": "*fp16"}
+    halves = {"RUN": 8, "PARTS": 2}
+    int4 = {"FORMAT": "integers", "RUN": 64, "PARTS": 4, "GROUPS": 2}
+    int8 = {"FORMAT": "integers", "RUN": 64, "PARTS": 2}
+    shape = {"RUN": 2048, "PARTS": 1, "GROUPS": 1, "SHIFTED": False, "BIASED": False, "PDL": True}
+    for name, weight, changes in (
+        ("", {}, {"FORMAT": "plain"}),
+        (", FP8", fp8, {"FORMAT": "rows", **halves}),
+        (", FP8 blocks", fp8, {"FORMAT": "blocks", **halves}),
+        (", int4", words, int4),
+        (", int4 in fp16", words | {"x_ptr": "*fp16", "out_ptr": "*fp16"}, int4),
+        (", int4 with offsets", words, int4 | {"SHIFTED": True, "GROUPS": 4}),
+        (", int8", words, int8),
+    ):
+        up = shape | {"ROWS": 4 if "FP8" in name else 2, "COLUMNS": 2048} | changes
+        down = up | chosen | {"COLUMNS": 512 if "int4" in name else 256}
+        down |= {} if weight else {"RUN": 256}
+        up |= {"KIND": "silu", "INTERLEAVED": False}
+        one = types | weight
+        compile_kernel(f"one token, up{name}", expert_vectors.vector_up_kernel, one, up, 4, 3)
+        compile_kernel(f"one token, down{name}", expert_vectors.vector_down_kernel, one, down, 4, 3)
 
 
 def compile_tiles_of_experts(
