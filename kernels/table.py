@@ -60,7 +60,7 @@ class Kernels:
 
         # Experts
         self.route = routing.route
-        self.experts = experts.experts
+        self.layer_of_experts = experts.Layer
 
         # Norms, embedding
         self.join = norm.join

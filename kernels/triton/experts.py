@@ -6,8 +6,9 @@ tokens that chose it. For more, `routing.arrange` lists blocks of tokens of one 
 device; programs past the last block return. Results do not depend on the order of programs: each
 product of a token and an expert is stored, and a token's are summed in the order of its choices.
 
-FP8 weights are converted in registers and x stays in 16 bits, unless blocks are large: then x is
-quantized too, as in `products.fp8_product`. MXFP4 and integers are always converted.
+FP8 weights are multiplied as they are. Of few tokens x is split into two FP8 numbers, which are
+bf16 exactly, of more it is quantized, as in `products.fp8_product`. For fp16 they are converted in
+registers, as MXFP4 and integers always are.
 
 A pair is a token and one of its experts: `token * num_chosen + choice`. Rows of the gated product
 and of the one after it are in the order of pairs."""
@@ -15,7 +16,7 @@ and of the one after it are in the order of pairs."""
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,6 +42,8 @@ ROW_CLASSES = (1, 8, FEW_TOKENS, 64, 256, 512, 1024, 2048, 4096)
 LONG = 2048  # columns from which begin and end of a large tile take a small part of the time
 VECTOR = 2048  # elements of a row that a program of one token multiplies at a time
 CHUNK = 1024  # columns of a program that sums
+
+Constants = dict[str, Any]  # constexpr arguments of a kernel, and its warps
 
 
 class Tile(NamedTuple):
@@ -69,24 +72,6 @@ class Tiles(NamedTuple):
         return num_tokens <= min(self.up.tokens, FEW_TOKENS)
 
 
-class Rows(NamedTuple):
-    """Rows of x. The scales of FP8 are fp32, one per row or per block of a row.
-
-    In two parts (`split`) they are bf16, exactly."""
-
-    values: Tensor
-    scale: Tensor | None = None
-
-    @property
-    def parts(self) -> int:
-        """FP8 numbers whose sum is a number of x; 0: x is in 16 bits."""
-        return 0 if self.scale is None else self.values.dim() - 1
-
-    @property
-    def pointers(self) -> tuple[Tensor, Tensor]:
-        return self.values, self.values if self.scale is None else self.scale
-
-
 class Format(NamedTuple):
     """The form of a stored weight (`reference.Stack`)."""
 
@@ -101,18 +86,167 @@ class Format(NamedTuple):
         return self.words * 16 // self.columns if self.kind == "integers" else 0
 
 
-class Gate(NamedTuple):
-    """The function of gate and up, and where their rows are."""
-
-    kind: str
-    is_interleaved: bool  # rows of gate and up are in turn
-
-
 class Chosen(NamedTuple):
     """The experts of each token."""
 
     ids: Tensor  # int32 [num_tokens, num_chosen]; -1: none
     weights: Tensor  # fp32, like ids
+
+
+class Operand(NamedTuple):
+    """The weight of one of a layer's two products, and what all its launches share."""
+
+    stack: Stack
+    num_rows: int
+    columns: int
+    form: Format
+    arguments: tuple[Tensor | int, ...]  # of kernels: pointers and strides
+
+    @classmethod
+    def of(cls, stack: Stack, columns: int) -> Operand:
+        form, values = format_of(stack, columns), stack.values
+        # Others take the place of those that lack.
+        numbers, scale, bias, offset = (values if one is None else one for one in stack)
+        # Rows from an expert to the next one, and from a row's step to the next one.
+        strides = values.shape[1], 0
+        if form.words:
+            strides = values.stride(0) // form.words, values.stride(1) // form.words
+        arguments = (numbers, scale, offset, bias, *strides)
+        return cls(stack, values.shape[-2], columns, form, arguments)
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.form.kind in ("rows", "blocks")
+
+
+class Layer:
+    """A layer of experts. It checks and describes its weights once, not at each call."""
+
+    def __init__(self, up: Stack, down: Stack, activation: str, interleaved: bool = False) -> None:
+        """Take the weights of `experts`. Raises ValueError for an unknown activation."""
+        if activation not in GATES:
+            check_kind(activation)
+        self._up = Operand.of(up, down.values.shape[-2])
+        self._down = Operand.of(down, up.values.shape[-2] // 2)
+        self._gate: dict[str, str | bool] = {"INTERLEAVED": interleaved, "KIND": activation}
+        self._types: set[torch.dtype] = set()  # of x, that the weights fit
+        self._is_vector = uses_vector(self._up, self._down)
+        # Constexpr arguments of both products, by what else they depend on.
+        self._of_vectors: dict[int, tuple[Constants, Constants]] = {}
+        self._of_tiles: dict[object, tuple[Constants, Constants]] = {}
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, tiles: Tiles | None = None
+    ) -> Tensor:
+        """Compute `experts`. Raises ValueError for other shapes and types."""
+        chosen = Chosen(ids, weights)
+        if x.dtype not in self._types:
+            _check_weights(self._up, self._down, x.dtype)
+            self._types.add(x.dtype)
+        _check_rows(x, chosen, self._down.num_rows)
+        out = torch.empty_like(x)
+        if len(x) == 1 and tiles is None and self._is_vector:
+            self._run_vector(x, chosen, out)
+        elif len(x):
+            tiles = tiles or best_tiles(len(x), ids.shape[1], self._up, self._down)
+            self._run_tiles(x, chosen, out, tiles)
+        return out
+
+    def _run_vector(self, x: Tensor, chosen: Chosen, out: Tensor) -> None:
+        """Compute one token, whose down products are summed in registers."""
+        up, down, num_chosen = self._up, self._down, chosen.ids.shape[1]
+        constants = self._of_vectors.get(num_chosen)
+        if constants is None:
+            choices = triton.next_power_of_2(num_chosen)
+            more: Constants = {"CHOSEN": num_chosen, "CHOICES": choices}
+            constants = _vector_constants(up, 1), _vector_constants(down, choices) | more
+            self._of_vectors[num_chosen] = constants
+        of_up, of_down = constants
+        size, hidden = down.columns, up.columns
+        inner = torch.empty((num_chosen, size), dtype=x.dtype, device=x.device)
+        pdl = supported(x.device)
+        vector_up_kernel[(-(-size // of_up["ROWS"]), num_chosen)](
+            x,
+            *up.arguments,
+            chosen.ids,
+            inner,
+            size,
+            hidden,
+            **of_up,
+            **self._gate,
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+        vector_down_kernel[(-(-hidden // of_down["ROWS"]),)](
+            inner,
+            *down.arguments,
+            *chosen,
+            out,
+            hidden,
+            size,
+            **of_down,
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+
+    def _run_tiles(self, x: Tensor, chosen: Chosen, out: Tensor, tiles: Tiles) -> None:
+        """Compute several tokens."""
+        ids, (up, down) = chosen.ids, (self._up, self._down)
+        num_tokens, num_chosen = ids.shape
+        num_pairs, num_experts = num_tokens * num_chosen, len(up.stack.values)
+        size, hidden = down.columns, up.columns
+        is_few, pdl = tiles.hold(num_tokens), supported(x.device)
+        key = tiles, is_few, num_chosen, x.dtype
+        constants = self._of_tiles.get(key)
+        if constants is None:
+            of_up, of_down = (
+                _tile_constants(tile, one, _num_parts(x, one, tiles), x, num_chosen, is_few)
+                for tile, one in ((tiles.up, up), (tiles.down, down))
+            )
+            constants = of_up, of_down | _fetched(tiles.down, down.stack, pdl)
+            self._of_tiles[key] = constants
+        of_up, of_down = constants
+        blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)
+        inner = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
+        parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
+        grid, place = _places(blocks, ids, num_experts, -(-2 * size // tiles.up.rows))
+        up_kernel[grid](
+            *_rows(x, up, tiles),
+            *up.arguments,
+            *place,
+            inner,
+            size,
+            hidden,
+            **of_up,
+            **self._gate,
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+        grid, place = _places(blocks, ids, num_experts, -(-hidden // tiles.down.rows))
+        down_kernel[grid](
+            *_rows(inner, down, tiles),
+            *down.arguments,
+            *place,
+            chosen.weights,
+            parts,
+            hidden,
+            size,
+            **of_down,
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+        sum_kernel[(num_tokens, -(-hidden // CHUNK))](
+            parts,
+            ids,
+            out,
+            hidden,
+            CHOSEN=num_chosen,
+            CHOICES=of_up["CHOICES"],
+            CHUNK=CHUNK,
+            PDL=pdl,
+            launch_pdl=pdl,
+            num_warps=4,
+        )
 
 
 def experts(
@@ -133,18 +267,7 @@ def experts(
     fp32. A token without experts gets 0. Returns `[num_tokens, hidden]`.
 
     Raises ValueError for other shapes and types, and an unknown activation."""
-    chosen, gate = Chosen(ids, weights), Gate(activation, interleaved)
-    size = up.values.shape[-2] // 2
-    _check(x, chosen, up, down)
-    if activation not in GATES:
-        check_kind(activation)
-    out = torch.empty_like(x)
-    if len(x) == 1 and tiles is None and uses_vector(up, down):
-        _run_vector(x, chosen, up, down, gate, out)
-    elif len(x):
-        tiles = tiles or best_tiles(len(x), ids.shape[1], (up, down), (x.shape[1], size))
-        _run_tiles(x, chosen, up, down, gate, out, tiles)
-    return out
+    return Layer(up, down, activation, interleaved)(x, ids, weights, tiles)
 
 
 def format_of(weight: Stack, columns: int) -> Format:
@@ -160,35 +283,29 @@ def format_of(weight: Stack, columns: int) -> Format:
     return Format("rows") if scale.dim() == 2 else Format("blocks", FP8_BLOCK)
 
 
-def uses_vector(up: Stack, down: Stack) -> bool:
+def uses_vector(up: Operand, down: Operand) -> bool:
     """Return True if one token is multiplied in registers: FP8 is read in aligned words."""
-    if up.values.dtype != down.values.dtype:
-        return False
-    if up.scale is None or down.scale is None:
-        return True
-    is_fp8 = up.values.dtype == FP8 and up.scale.dim() == down.scale.dim() == 2
-    return is_fp8 and all(one.values.shape[2] % 16 == 0 for one in (up, down))
+    return all(
+        one.form.kind != "mxfp4" and (not one.is_fp8 or one.columns % 16 == 0) for one in (up, down)
+    )
 
 
-def best_tiles(
-    num_tokens: int, num_chosen: int, stacks: tuple[Stack, Stack], columns: tuple[int, int]
-) -> Tiles:
+def best_tiles(num_tokens: int, num_chosen: int, up: Operand, down: Operand) -> Tiles:
     """Return tiles for a number of tokens, the same within each of ROW_CLASSES.
 
-    stacks, columns: of up and of down. Blocks have room for twice the mean number of an expert's
-    pairs, so that most experts have one block and their weights are read once; int4 for the mean
-    number."""
-    forms = [format_of(weight, count) for weight, count in zip(stacks, columns, strict=True)]
+    Blocks have room for twice the mean number of an expert's pairs, so that most experts have one
+    block and their weights are read once; int4 for the mean number."""
     # More sums that are scaled, in a second set of registers, have no room or are slower.
-    largest = 64 if any(form.kind in ("integers", "blocks") for form in forms) else 128
+    largest = 64 if {"integers", "blocks"} & {up.form.kind, down.form.kind} else 128
     # Reading int4 twice takes less time than computing for pairs that do not exist.
-    spare = 1 if forms[0].bits == 4 else 2
-    tokens = _best_pairs(num_tokens, num_chosen, len(stacks[0].values), spare, largest)
-    up, down = (
-        _best_tile(form.kind, weight.values.itemsize, count, tokens)
-        for form, weight, count in zip(forms, stacks, columns, strict=True)
+    spare = 1 if up.form.bits == 4 else 2
+    tokens = _best_pairs(num_tokens, num_chosen, len(up.stack.values), spare, largest)
+    return Tiles(
+        *(
+            _best_tile(one.form.kind, one.stack.values.itemsize, one.columns, tokens)
+            for one in (up, down)
+        )
     )
-    return Tiles(up, down)
 
 
 @cache
@@ -237,22 +354,26 @@ def _best_scaled_tile(kind: str, in_features: int, tokens: int) -> Tile:
     return Tile(tokens, 128, FP8_BLOCK, 3, 8)
 
 
-def _check(x: Tensor, chosen: Chosen, up: Stack, down: Stack) -> None:
-    num_tokens, hidden = x.shape
-    num_experts, rows = len(up.values), up.values.shape[-2]
-    if not all(one.is_contiguous() for one in (x, *chosen)):
-        raise ValueError("x, ids and weights must be contiguous")
-    shapes = (num_experts, rows, hidden), (num_experts, hidden, rows // 2)
-    for name, stack, shape in (("up", up, shapes[0]), ("down", down, shapes[1])):
-        _check_stack(name, stack, x.dtype, shape)
+def _check_rows(x: Tensor, chosen: Chosen, hidden: int) -> None:
     ids, weights = chosen
+    if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("x, ids and weights must be contiguous")
+    if x.shape[1] != hidden:
+        raise ValueError(f"x must be [num_tokens, {hidden}], not {list(x.shape)}")
     if ids.dtype != torch.int32 or weights.dtype != torch.float32 or ids.shape != weights.shape:
         raise ValueError(
             f"ids and weights must be int32 and fp32 of one shape, "
             f"not {ids.dtype} {list(ids.shape)} and {weights.dtype} {list(weights.shape)}"
         )
-    if len(ids) != num_tokens:
-        raise ValueError(f"ids of {len(ids)} tokens are not those of {num_tokens} rows")
+    if len(ids) != len(x):
+        raise ValueError(f"ids of {len(ids)} tokens are not those of {len(x)} rows")
+
+
+def _check_weights(up: Operand, down: Operand, dtype: torch.dtype) -> None:
+    """Raise ValueError if weights do not fit each other, or x of this type."""
+    num_experts = len(up.stack.values)
+    _check_stack("up", up.stack, dtype, (num_experts, up.num_rows, up.columns))
+    _check_stack("down", down.stack, dtype, (num_experts, down.num_rows, down.columns))
 
 
 def _check_stack(name: str, stack: Stack, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -294,147 +415,84 @@ def _check_stack(name: str, stack: Stack, dtype: torch.dtype, shape: tuple[int, 
         raise ValueError(f"the tensors of {name} must be contiguous")
 
 
-def _run_vector(x: Tensor, chosen: Chosen, up: Stack, down: Stack, gate: Gate, out: Tensor) -> None:
-    """Compute `experts` of one token, whose down products are summed in registers."""
-    num_chosen, hidden, size = chosen.ids.shape[1], x.shape[1], up.values.shape[-2] // 2
-    is_scaled = up.scale is not None
-    rows = 4 if is_scaled else 2
-    choices = triton.next_power_of_2(num_chosen)
-    inner = torch.empty((num_chosen, size), dtype=x.dtype, device=x.device)
-    pdl = supported(x.device)
-    of_up, of_down = (
-        (values, scale, bias) for values, scale, _, bias in (_pointers(up), _pointers(down))
-    )
-    vector_up_kernel[(-(-size // rows), num_chosen)](
-        x,
-        *of_up,
-        chosen.ids,
-        inner,
-        size,
-        hidden,
-        ROWS=rows,
-        COLUMNS=min(VECTOR, max(16, triton.next_power_of_2(hidden))),
-        SCALED=is_scaled,
-        BIASED=up.bias is not None,
-        INTERLEAVED=gate.is_interleaved,
-        KIND=gate.kind,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
-    )
-    vector_down_kernel[(-(-hidden // rows),)](
-        inner,
-        *of_down,
-        *chosen,
-        out,
-        hidden,
-        size,
-        ROWS=rows,
-        COLUMNS=min(VECTOR // choices, max(16, triton.next_power_of_2(size))),
-        CHOSEN=num_chosen,
-        CHOICES=choices,
-        SCALED=is_scaled,
-        BIASED=down.bias is not None,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
-    )
+def _vector_constants(operand: Operand, choices: int) -> Constants:
+    """Return the constant arguments that both kernels of one token have."""
+    form, in_features = operand.form, operand.columns
+    run, parts, groups = 0, 1, 1
+    if form.kind == "integers":
+        run, parts, groups = form.words, form.columns // form.words, form.columns // form.group
+    elif operand.is_fp8:
+        run, parts = 8, 2
+    most = VECTOR * max(1, parts // 2) // choices
+    columns = max(form.columns if run else 16, min(most, triton.next_power_of_2(in_features)))
+    run = run or columns
+    # Each thread has 8 columns of x. More threads would have other columns of x than of the weight.
+    width = columns // parts
+    copies = choices if choices > 1 or width >= 1024 else 2
+    return {
+        "ROWS": 4 if operand.is_fp8 else 2,
+        "FORMAT": form.kind,
+        "COLUMNS": columns,
+        "RUN": run,
+        "PARTS": parts,
+        "GROUPS": groups,
+        "SHIFTED": operand.stack.offset is not None,
+        "BIASED": operand.stack.bias is not None,
+        "num_warps": max(1, min(4, copies * width // 256)),
+    }
 
 
-def _run_tiles(
-    x: Tensor,
-    chosen: Chosen,
-    up: Stack,
-    down: Stack,
-    gate: Gate,
-    out: Tensor,
-    tiles: Tiles,
-) -> None:
-    """Compute `experts` of several tokens."""
-    ids = chosen.ids
-    (num_tokens, num_chosen), num_experts = ids.shape, len(up.values)
-    hidden, size = x.shape[1], up.values.shape[-2] // 2
-    is_few = tiles.hold(num_tokens)
-    blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)
-    inner = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
-    parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
-    pdl = supported(x.device)
-    grid, place = _places(blocks, ids, num_experts, -(-2 * size // tiles.up.rows))
-    rows = _rows(x, up, tiles)
-    up_kernel[grid](
-        *rows.pointers,
-        *_pointers(up),
-        *_strides(up, hidden),
-        *place,
-        inner,
-        size,
-        hidden,
-        **_constants(tiles.up, rows, up, hidden, num_chosen, is_few),
-        INTERLEAVED=gate.is_interleaved,
-        KIND=gate.kind,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=tiles.up.warps,
-    )
-    grid, place = _places(blocks, ids, num_experts, -(-hidden // tiles.down.rows))
-    rows = _rows(inner, down, tiles)
-    down_kernel[grid](
-        *rows.pointers,
-        *_pointers(down),
-        *_strides(down, size),
-        *place,
-        chosen.weights,
-        parts,
-        hidden,
-        size,
-        **_constants(tiles.down, rows, down, size, num_chosen, is_few),
-        **_fetched(tiles.down, down, pdl),
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=tiles.down.warps,
-    )
-    sum_kernel[(num_tokens, -(-hidden // CHUNK))](
-        parts,
-        ids,
-        out,
-        hidden,
-        CHOSEN=num_chosen,
-        CHOICES=triton.next_power_of_2(num_chosen),
-        CHUNK=CHUNK,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
-    )
+def _num_parts(x: Tensor, operand: Operand, tiles: Tiles) -> int:
+    """Return how many FP8 numbers stand for each of x; 0: x stays in 16 bits."""
+    if not operand.is_fp8:
+        return 0
+    if tiles.quantizes_x:
+        return 1
+    return 2 if x.dtype == torch.bfloat16 else 0
 
 
-def _rows(x: Tensor, weight: Stack, tiles: Tiles) -> Rows:
-    """Return rows of x as the weight's kernel takes them."""
-    if weight.values.dtype != FP8 or weight.scale is None:
-        return Rows(x)
-    if not tiles.quantizes_x:  # the tensor cores take FP8 from shared memory, and convert nothing
-        return Rows(*split(x)) if x.dtype == torch.bfloat16 else Rows(x)
-    return Rows(*(quantize(x) if weight.scale.dim() == 2 else quantize_blocks(x)))
+def _tile_constants(
+    tile: Tile, operand: Operand, parts: int, x: Tensor, num_chosen: int, is_few: bool
+) -> Constants:
+    """Return the constant arguments that the kernels of both products have."""
+    values, form = operand.stack.values, operand.form
+    columns = form.columns or tile.columns
+    numbers = (form.words or columns) * tile.rows * values.itemsize
+    step = columns * tile.tokens * (parts or x.itemsize) + numbers
+    return {
+        "CHOSEN": num_chosen,
+        "CHOICES": triton.next_power_of_2(num_chosen),
+        "FEW": is_few,
+        "TOKENS": tile.tokens,
+        "ROWS": tile.rows,
+        "COLUMNS": columns,
+        "STAGES": max(1, min(tile.stages, shared_memory(values.device) // step)),
+        "EVEN": operand.columns % columns == 0,
+        "FORMAT": form.kind,
+        "WORDS": form.words,
+        "GROUP": form.group,
+        "SHIFTED": operand.stack.offset is not None,
+        "PARTS": parts,
+        "BIASED": operand.stack.bias is not None,
+        "num_warps": tile.warps,
+    }
 
 
-def _pointers(stack: Stack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return values, scales, offsets and biases. Others take the place of those that lack."""
-    values, scale, bias, offset = (stack.values if one is None else one for one in stack)
-    return values, scale, offset, bias
-
-
-def _strides(stack: Stack, columns: int) -> tuple[int, int]:
-    """Return (rows from an expert to the next one, from a row's step to the next one)."""
-    values, words = stack.values, format_of(stack, columns).words
-    if not words:
-        return values.shape[1], 0
-    return values.stride(0) // words, values.stride(1) // words
-
-
-def _fetched(tile: Tile, weight: Stack, pdl: bool) -> dict[str, int]:
-    """Return the constexpr arguments for what a program reads early of each of its rows."""
+def _fetched(tile: Tile, weight: Stack, pdl: bool) -> Constants:
+    """Return the constant arguments for what a program reads early of each of its rows."""
     line = 128 // weight.values.itemsize  # elements of 128 bytes
     lines = 4 if weight.values.dim() == 4 else max(1, 2 * tile.columns // line)
     return {"FETCHED": lines if pdl else 0, "LINE": line}
+
+
+def _rows(x: Tensor, operand: Operand, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Return rows of x as the operand's kernel takes them, and their scales, if there are any."""
+    parts = _num_parts(x, operand, tiles)
+    if parts == 0:
+        return x, x
+    if parts == 2:
+        return split(x)
+    return quantize(x) if operand.form.kind == "rows" else quantize_blocks(x)
 
 
 def _places(
@@ -448,29 +506,3 @@ def _places(
         return (len(blocks.table) * num_tiles,), found
     found = ids, ids, ids, len(ids), num_tiles, int(num_experts < ids.numel())
     return (min(num_experts, ids.numel()) * num_tiles,), found
-
-
-def _constants(
-    tile: Tile, x: Rows, weight: Stack, in_features: int, num_chosen: int, is_few: bool
-) -> dict[str, int | bool | str]:
-    """Return the constexpr arguments that the kernels of both products have."""
-    values, form = weight.values, format_of(weight, in_features)
-    columns = form.columns or tile.columns
-    numbers = form.words or columns
-    step = columns * tile.tokens * x.values.itemsize + numbers * tile.rows * values.itemsize
-    return {
-        "CHOSEN": num_chosen,
-        "CHOICES": triton.next_power_of_2(num_chosen),
-        "FEW": is_few,
-        "TOKENS": tile.tokens,
-        "ROWS": tile.rows,
-        "COLUMNS": columns,
-        "STAGES": max(1, min(tile.stages, shared_memory(values.device) // step)),
-        "EVEN": in_features % columns == 0,
-        "FORMAT": form.kind,
-        "WORDS": form.words,
-        "GROUP": form.group,
-        "SHIFTED": weight.offset is not None,
-        "PARTS": x.parts,
-        "BIASED": weight.bias is not None,
-    }

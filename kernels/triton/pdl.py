@@ -86,7 +86,8 @@ EARLY = {
     "expert_kernels.sum_kernel": Early(step=("id_ptr",)),
     "expert_kernels.up_kernel": Early(),
     "expert_vectors.vector_down_kernel": Early(
-        constant=("weight_ptr", "scale_ptr", "bias_ptr"), recent=("id_ptr", "share_ptr")
+        constant=("weight_ptr", "scale_ptr", "offset_ptr", "bias_ptr"),
+        recent=("id_ptr", "share_ptr"),
     ),
     "expert_vectors.vector_up_kernel": Early(),
     "fp8._quantize_kernel": Early(),

@@ -219,14 +219,10 @@ def compile_adapters() -> None:
 def compile_fp8() -> None:
     """Compile products with FP8 weights that have a scale for each block."""
     fp8_type = {"weight_ptr": "*fp8e4nv"}
-    compile_kernel(
-        "quantize blocks of rows",
-        fp8_matmul._quantize_kernel,
-        {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
-        {"BLOCKS": 32, "PDL": True},
-        8,
-        3,
-    )
+    rounded = {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    blocks = {"BLOCKS": 32, "PDL": True}
+    compile_kernel("quantize blocks", fp8_matmul._quantize_kernel, rounded, blocks, 8, 3)
+    compile_kernel("two FP8 parts", fp8_matmul._split_kernel, rounded, blocks, 8, 3)
     row = {"ROWS": 4, "COLUMNS": 2048, "EVEN": True, "BLOCKED": True, "BIASED": False}
     end = {"KIND": "silu", "GATED": True, "RANK": 0, "PARTED": False, "PDL": True}
     types = TILE_TYPES | fp8_type
@@ -300,15 +296,7 @@ def compile_experts() -> None:
     arranged = {"PAIRS": routing.PAIRS, "EXPERTS": 128, "PDL": True}
     compile_kernel("blocks of experts", routing._arrange_kernel, types, arranged, 8, 3)
     chosen = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "BIASED": False}
-    for scaled in (False, True):
-        weights = types | ({"weight_ptr": "*fp8e4nv"} if scaled else {})
-        one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "BIASED": False, "PDL": True}
-        up = one | {"KIND": "silu", "INTERLEAVED": False, "COLUMNS": 2048}
-        kind = ", FP8" if scaled else ""
-        compile_kernel(f"one token, up{kind}", expert_vectors.vector_up_kernel, weights, up, 4, 3)
-        down = one | chosen | {"COLUMNS": 256}
-        kernel = expert_vectors.vector_down_kernel
-        compile_kernel(f"one token, down{kind}", kernel, weights, down, 4, 3)
+    compile_one_token_of_experts(types, chosen)
     tiles = types | {"x_scale_ptr": "*fp32"}
     # Each pair of a format, a size and a direction.
     for form, tokens, columns, is_down in (
@@ -326,6 +314,32 @@ def compile_experts() -> None:
         compile_tile_of_experts(tiles, chosen, form, tokens, columns, is_down)
     constants = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "CHUNK": 1024}
     compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
+
+
+def compile_one_token_of_experts(types: dict[str, str], chosen: dict[str, object]) -> None:
+    fp8 = {"weight_ptr": "*fp8e4nv"}
+    words = {"weight_ptr": "*u16", "scale_ptr": "*fp16", "offset_ptr": "*fp16"}
+    halves = {"RUN": 8, "PARTS": 2}
+    int4 = {"FORMAT": "integers", "RUN": 64, "PARTS": 4, "GROUPS": 2}
+    int8 = {"FORMAT": "integers", "RUN": 64, "PARTS": 2}
+    shape = {"RUN": 2048, "PARTS": 1, "GROUPS": 1, "SHIFTED": False, "BIASED": False, "PDL": True}
+    # Each format, type and direction.
+    for name, is_down, weight, changes in (
+        ("", True, {}, {"FORMAT": "plain"}),
+        (", FP8", False, fp8, {"FORMAT": "rows", **halves}),
+        (", FP8 blocks", True, fp8, {"FORMAT": "blocks", **halves}),
+        (", int4 in fp16", True, words | {"x_ptr": "*fp16", "out_ptr": "*fp16"}, int4),
+        (", int4 with offsets", False, words, int4 | {"SHIFTED": True, "GROUPS": 4}),
+        (", int8", False, words, int8),
+    ):
+        up = shape | {"ROWS": 4 if "FP8" in name else 2, "COLUMNS": 2048} | changes
+        down = up | chosen | {"COLUMNS": 512 if "int4" in name else 256}
+        down |= {} if weight else {"RUN": 256}
+        up |= {"KIND": "silu", "INTERLEAVED": False}
+        kernel, shape_of = expert_vectors.vector_up_kernel, up
+        if is_down:
+            kernel, shape_of = expert_vectors.vector_down_kernel, down
+        compile_kernel(f"one token{name}", kernel, types | weight, shape_of, 4, 3)
 
 
 def compile_tile_of_experts(

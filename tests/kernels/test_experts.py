@@ -55,6 +55,7 @@ class Case:
     activation: str = "silu"
     dtype: torch.dtype = torch.float32
     kind: str = ""  # of the weights: of KINDS
+    group: int = 128  # columns with one scale of integers
     has_bias: bool = False
     is_interleaved: bool = False
 
@@ -113,7 +114,7 @@ def random_integers(shape: torch.Size, case: Case) -> tuple[Tensor, Tensor, Tens
     """Return words of all experts as one weight, seen by expert, with scales and offsets."""
     count, rows, columns = shape
     bits, has_offsets = int(case.kind[3]), "offsets" in case.kind
-    group, step = group_and_step(bits, columns, 128)
+    group, step = group_and_step(bits, columns, case.group)
     words = torch.randint(-(2**15), 2**15, (columns // step, count, rows, step * bits // 16))
     numbers = torch.rand(2, columns // group, count, rows) + 0.5
     scale = (numbers[0] / 2**bits / columns**0.5).half().transpose(0, 1)
@@ -217,10 +218,13 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
 def check(kernels, call: dict[str, object], tiles: object = None) -> None:
     y = kernels.experts(**call, tiles=tiles)
     assert y.dtype == call["x"].dtype
-    stacks = call["up"], call["down"]
-    sizes = y.shape[1], stacks[0].values.shape[-2] // 2
-    used = tiles or kernels.best_tiles(*call["ids"].shape, stacks, sizes)
-    is_quantized = used.quantizes_x and any(one.values.dtype == reference.FP8 for one in stacks)
+    sizes = y.shape[1], call["up"].values.shape[-2] // 2
+    up, down = (
+        kernels.Operand.of(call[name], size)
+        for name, size in zip(("up", "down"), sizes, strict=True)
+    )
+    used = tiles or kernels.best_tiles(*call["ids"].shape, up, down)
+    is_quantized = used.quantizes_x and (up.is_fp8 or down.is_fp8)
     assert_close(y, reference.experts(**call), QUANTIZED_TOLERANCE if is_quantized else None)
 
 
@@ -271,7 +275,7 @@ def test_sizes_and_types(kernels, device, dtype, sizes, tokens, kind, end):
         pytest.skip("MXFP4 needs bf16 or fp32")
     has_bias, is_interleaved = end != "silu", end == "interleaved"
     activation = "silu" if end == "silu" else "clamped_swiglu"
-    case = Case(tokens, *sizes, activation, dtype, kind, has_bias, is_interleaved)
+    case = Case(tokens, *sizes, activation, dtype, kind, 128, has_bias, is_interleaved)
     check(kernels, make(case, device))
 
 
@@ -290,8 +294,32 @@ def test_scales_of_groups_and_blocks(kernels, device, kind, sizes, tokens, dtype
     require_whole_blocks(kind, *sizes[:2])
     has_bias, is_interleaved = end != "silu", end == "interleaved"
     activation = "silu" if end == "silu" else "clamped_swiglu"
-    case = Case(tokens, *sizes, activation, dtype, kind, has_bias, is_interleaved)
+    case = Case(tokens, *sizes, activation, dtype, kind, 128, has_bias, is_interleaved)
     check(kernels, make(case, device))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "dtype", "end", "group"),
+    pairwise(
+        ["", "fp8", "fp8 blocks", "int4", "int4 with offsets", "int8"],
+        [(384, 64, 3, 1), (128, 192, 5, 3)],
+        [torch.float16, torch.bfloat16],
+        ["silu", "clamped_swiglu", "interleaved"],
+        [32, 64, 128],
+    ),
+    ids=str,
+)
+def test_one_token_in_registers(kernels, device, monkeypatch, kind, sizes, dtype, end, group):
+    """Rows are of several tiles, and end within one. Of several experts, the last one is absent."""
+    monkeypatch.setattr(kernels, "VECTOR", 128)
+    has_bias, is_interleaved = end != "silu", end == "interleaved"
+    activation = "silu" if end == "silu" else "clamped_swiglu"
+    case = Case(1, *sizes, activation, dtype, kind, group, has_bias, is_interleaved)
+    call = make(case, device)
+    call["ids"][0, 1:][-1:] = -1
+    stacks = zip((call["up"], call["down"]), sizes, strict=False)
+    assert kernels.uses_vector(*(kernels.Operand.of(*one) for one in stacks))
+    check(kernels, call)
 
 
 @pytest.mark.parametrize("kind", ["gelu_tanh", "relu"])
@@ -383,12 +411,13 @@ def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, 
     """Warm-up compiles the kernels of one number of tokens per class."""
     from toolkit.worker.graph_policy import MIXED_TOKENS
 
-    up = Stack(torch.empty(num_experts, 2, 1, dtype=dtype, device="meta"))
+    weight = Stack(torch.empty(num_experts, 2, 1, dtype=dtype, device="meta"))
+    up, down = (kernels.Operand.of(weight, columns) for columns in sizes)
     matmul_classes = {1, 8, 16, 32, 48, 64}
     assert set(kernels.ROW_CLASSES) <= matmul_classes | set(MIXED_TOKENS)
 
     def choice(n: int) -> tuple[object, bool]:
-        best = kernels.best_tiles(n, chosen, (up, up), sizes)
+        best = kernels.best_tiles(n, chosen, up, down)
         return best, best.hold(n)
 
     last = kernels.ROW_CLASSES[-1]
@@ -402,8 +431,8 @@ def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, 
 )
 def test_blocks_have_room_for_twice_the_mean(kernels, num_experts, tokens):
     """64 tokens have 8 experts each: an expert has 512 / num_experts of them on average."""
-    up = Stack(torch.empty(num_experts, 2, 1, device="meta"))
-    assert kernels.best_tiles(64, 8, (up, up), (64, 64)).up.tokens == tokens
+    up = kernels.Operand.of(Stack(torch.empty(num_experts, 2, 1, device="meta")), 64)
+    assert kernels.best_tiles(64, 8, up, up).up.tokens == tokens
 
 
 def test_unsupported_inputs_are_errors(kernels):

@@ -17,7 +17,9 @@ from toolkit.weights.quantization import quantized
 from toolkit.weights.source import RowOrder, Source, consecutive
 
 HIDDEN, SIZE, NUM_EXPERTS, CHOSEN = 16, 12, 6, 2
-KERNELS = SimpleNamespace(experts=reference.experts)
+KERNELS = SimpleNamespace(
+    layer_of_experts=lambda *layer: lambda *rows: reference.experts(*rows, *layer)
+)
 
 
 @pytest.fixture

@@ -163,7 +163,9 @@ def make_rank(tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) ->
     sources = [Projections(*experts.expert(i)) for i in range(EXPERTS)]
     packings = read_packings({"quantization_config": QUANTIZATION}, {})
     own, size = expert_shards(EXPERTS, SIZE)
-    kernels = SimpleNamespace(experts=reference.experts)
+    kernels = SimpleNamespace(
+        layer_of_experts=lambda *layer: lambda *rows: reference.experts(*rows, *layer)
+    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

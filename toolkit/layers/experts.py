@@ -196,7 +196,7 @@ class StackedExperts(Experts):
     ) -> None:
         """`size`: this rank's features of an expert."""
         super().__init__(hidden, size.total, experts, own, bias=bias)
-        self._activation, self._kernels, self._features = activation, kernels, size
+        self._features = size
         self._is_interleaved = all(one.gate.is_every_second_row for one in experts)
         both = [self._packings[part.name] for one in experts for part in (one.gate, one.up)]
         down = [self._packings[one.down.name] for one in experts]
@@ -209,16 +209,18 @@ class StackedExperts(Experts):
             )
         # Of a sum over ranks, only the first one adds the bias.
         adds_bias = size.is_full or current_group().rank == 0
-        self._up = self.up.stack(own.count)._replace(bias=self.up_bias)
-        self._down = self.down.stack(own.count)._replace(bias=self.down_bias if adds_bias else None)
+        self._layer = kernels.layer_of_experts(
+            self.up.stack(own.count)._replace(bias=self.up_bias),
+            self.down.stack(own.count)._replace(bias=self.down_bias if adds_bias else None),
+            activation,
+            self._is_interleaved,
+        )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if not self.own.is_full:
             own = ids - self.own.begin
             ids = torch.where((own >= 0) & (own < self.own.count), own, -1)
-        return self._kernels.experts(
-            x, ids, weights, self._up, self._down, self._activation, self._is_interleaved
-        )
+        return self._layer(x, ids, weights)
 
     def arrange(self) -> None:
         """Put the weights in the order of the kernels, in place. Called once, after loading."""

@@ -1,10 +1,13 @@
 """Time layers of experts on a GPU: `python -m tools.bench.experts [--kind fp8] [--tune]`.
 
+With `--model FOLDER --batch-sizes 1,8,64`, count the experts that decode steps of a model read.
+
 Each line is a router and its experts, as a replay of a CUDA graph whose calls have other logits and
 rotate over layers, so that weights are not in the L2 cache. All experts are equally likely. The
 floor is the longer of two times: the bytes of the experts that were chosen at the bandwidth of a
-large copy, and the products' FLOPs at the rate of a large bf16 product. The last column is the same
-layer by PyTorch's grouped products of sorted rows."""
+large copy, and the products' FLOPs at the rate of a large bf16 product. The last columns are the
+same layer with one token in tiles instead of vectors, and by PyTorch's grouped products of sorted
+rows. All figures of a line are of the same calls, which read as many experts."""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,7 +26,8 @@ from triton.runtime.errors import OutOfResources
 from toolkit.kernels import mxfp4, reference
 from toolkit.kernels.reference import FP8_BLOCK, Routing, Stack
 from toolkit.kernels.triton import activation, ahead, experts, grouped_layout, routing
-from toolkit.kernels.triton.experts import Tile, Tiles
+from toolkit.kernels.triton.experts import Operand, Tile, Tiles
+from tools.bench.chosen_experts import print_chosen_experts
 from tools.bench.kernels import achieved, copy_bandwidth, elapsed, matmul_rate
 
 DTYPE = torch.bfloat16
@@ -179,10 +184,15 @@ def num_touched(calls: list[Step], how: Routing) -> float:
     return sum(numbers) / len(numbers)
 
 
+def operands(weights: Weights) -> tuple[Operand, Operand]:
+    """Return the weights of both products as kernels take them."""
+    hidden, size = weights.down.values.shape[-2], weights.up.values.shape[-2] // 2
+    return Operand.of(weights.up, hidden), Operand.of(weights.down, size)
+
+
 def candidates(num_tokens: int, num_chosen: int, weights: Weights) -> Iterator[Tiles]:
     """Yield the best tiles, then others for each product, with those of the other product."""
-    sizes = weights.down.values.shape[-2], weights.up.values.shape[-2] // 2
-    best = experts.best_tiles(num_tokens, num_chosen, (weights.up, weights.down), sizes)
+    best = experts.best_tiles(num_tokens, num_chosen, *operands(weights))
     yield best
     has_words = weights.up.values.dim() == 4
     wide = mxfp4.STEP if has_words else 128 // weights.up.values.itemsize
@@ -247,7 +257,13 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
     parser.add_argument("--tune", action="store_true", help="print the three best of some tiles")
     parser.add_argument("--shapes", default="", help="only those whose name has this in it")
+    parser.add_argument("--model", type=Path, help="folder; count the experts it reads instead")
+    parser.add_argument("--batch-sizes", default="1,8,64", metavar="N,...", help="for --model")
     arguments = parser.parse_args()
+    if arguments.model is not None:
+        sizes = [int(number) for number in arguments.batch_sizes.split(",")]
+        print_chosen_experts(arguments.model, sizes)
+        return
     torch.manual_seed(0)
     device = torch.device("cuda")
     bandwidth, rate = copy_bandwidth(), matmul_rate()
@@ -290,6 +306,10 @@ def print_row(
     )
     line = f"{shape.name:16s}{num_tokens:6d} tokens {touched:6.1f} experts {taken * 1e6:9.1f} us "
     line += f"{share}  floor {floor * 1e6:9.1f} us"
+    both = operands(calls[0].weights)
+    if num_tokens == 1 and experts.uses_vector(*both):
+        tiles = experts.best_tiles(1, how.num_chosen, *both)
+        line += f"  in tiles {seconds(partial(ours, how=how, tiles=tiles), calls) * 1e6:9.1f} us"
     if calls[0].weights.up.scale is None:
         other = try_seconds(partial(library, how=how), calls)
         line += "  PyTorch" + (" -" if other is None else f" {other * 1e6:9.1f} us")
