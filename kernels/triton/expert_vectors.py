@@ -2,9 +2,9 @@
 
 A tile is [rows, choices, columns]. Threads load 16 bytes of each of its rows: CHUNK adjacent
 numbers in 16 bits, or words of 32 bits. A word has 4 adjacent numbers of FP8, or of each plane of
-integers 2 (`grouped_layout`). So that no number moves between threads, x is loaded in PARTS, CHUNK
-columns for each thread: a step of a row has PARTS times RUN columns, and part n of a tile has the
-nth RUN of each step.
+integers or MXFP4 2 (`grouped_layout`, `kernels.mxfp4`). So that no number moves between threads, x
+is loaded in PARTS, CHUNK columns for each thread: a step of a row has PARTS times RUN columns, and
+part n of a tile has the nth RUN of each step.
 
 Integers become digits of a power of two in fp32, which is then subtracted from the sums."""
 
@@ -52,17 +52,21 @@ def _load_tile(
     if FORMAT == "plain":
         at = start + tl.max_contiguous(tl.arange(0, COLUMNS)[None, None, :], [1, 1, CHUNK])
         inside = live & (at < in_features)
-    elif FORMAT == "integers":
+    elif FORMAT == "integers" or FORMAT == "mxfp4":
         WORDS: tl.constexpr = RUN // 2  # of a row, in a step
+        num_steps = tl.cdiv(in_features, RUN * PARTS)
         word = tl.arange(0, COLUMNS // PARTS // 2)[None, None, :]
         step = start // (RUN * PARTS) + word // WORDS
         at = step.to(tl.int64) * (step_rows * WORDS) + word % WORDS
         at = tl.max_contiguous(at, [1, 1, 4])
-        inside = live & (step < in_features // (RUN * PARTS))
+        inside = live & (step < num_steps)
         step = start // (RUN * PARTS) + chunk // (RUN // CHUNK)
         group = step.to(tl.int64) * (GROUPS * step_rows)
-        exists = live & (step < in_features // (RUN * PARTS))
-        scale = load_groups(scales + group, exists, step_rows, GROUPS, False)
+        exists = live & (step < num_steps)
+        if FORMAT == "mxfp4":
+            scale = tl.load(scales + group, mask=exists, other=0)
+        else:
+            scale = load_groups(scales + group, exists, step_rows, GROUPS, False)
         if SHIFTED:
             offset = load_groups(offsets + group, exists, step_rows, GROUPS, False)
     else:
@@ -123,6 +127,30 @@ def _add_pairs(sums, words, x, PART: tl.constexpr, PARTS: tl.constexpr):
     sums += _number(words, PART * BITS, BITS) * even
     sums += _number(words, 16 + PART * BITS, BITS) * odd
     return sums, even + odd
+
+
+@triton.jit
+def _mxfp4_number(halves, PART: tl.constexpr):
+    """Return a number of the upper half of each int32, 2^126 times too small (`mxfp4.numbers`)."""
+    MASK: tl.constexpr = -0x7E400000  # sign, end of the exponent, first digit
+    if PART == 3:
+        bits = (halves >> 6) & 0x01800000 | (halves >> 5) & 0x00400000
+        bits |= (halves << 5) & -0x80000000
+    else:
+        bits = (halves << 3 * PART) & MASK
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mxfp4_chunks(words, exponents, x, PART: tl.constexpr):
+    """Multiply a plane of words, a group of 32 of each step, and columns of x. Sum by chunks."""
+    # Sums of numbers so small would lose digits. 2^64 here, and 2^62 in the factor.
+    x *= 18446744073709551616.0
+    even, odd = tl.split(tl.reshape(x, [1, x.shape[1], x.shape[2] // 2, 2]))
+    sums = _mxfp4_number(words << 16, PART) * even + _mxfp4_number(words, PART) * odd
+    exponent = (exponents >> (8 * PART)) & 255
+    factor = ((exponent + 62) << 23).to(tl.float32, bitcast=True)
+    return factor * _sum_chunks(sums, CHUNK // 2)
 
 
 @triton.jit
@@ -191,6 +219,8 @@ def _tile_sums(
                 else:
                     chunks -= (_base(BITS) + 2.0 ** (BITS - 1)) * x_chunks
                 total += scale[part // SHARED] * chunks
+        elif FORMAT == "mxfp4":
+            total += _mxfp4_chunks(weight, scale, x, part)
         elif FORMAT == "plain":
             total += _sum_chunks(weight.to(tl.float32) * x, CHUNK)
         elif part == 0:
@@ -281,7 +311,7 @@ def _pointers(
     head: the first of the rows, whose block of FP8 all are in."""
     if FORMAT == "plain":
         rows, first = first_rows(weight_ptr, expert, row, in_features, expert_rows, 0)
-    elif FORMAT == "integers":
+    elif FORMAT == "integers" or FORMAT == "mxfp4":
         words = weight_ptr.to(tl.pointer_type(tl.int32))
         rows, first = first_rows(words, expert, row, in_features, expert_rows, RUN // 2)
     else:

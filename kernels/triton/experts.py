@@ -285,9 +285,7 @@ def format_of(weight: Stack, columns: int) -> Format:
 
 def uses_vector(up: Operand, down: Operand) -> bool:
     """Return True if one token is multiplied in registers: FP8 is read in aligned words."""
-    return all(
-        one.form.kind != "mxfp4" and (not one.is_fp8 or one.columns % 16 == 0) for one in (up, down)
-    )
+    return all(not one.is_fp8 or one.columns % 16 == 0 for one in (up, down))
 
 
 def best_tiles(num_tokens: int, num_chosen: int, up: Operand, down: Operand) -> Tiles:
@@ -421,9 +419,13 @@ def _vector_constants(operand: Operand, choices: int) -> Constants:
     run, parts, groups = 0, 1, 1
     if form.kind == "integers":
         run, parts, groups = form.words, form.columns // form.words, form.columns // form.group
+    elif form.kind == "mxfp4":  # a word has the scales of all groups
+        run, parts = form.words, form.columns // form.words
     elif operand.is_fp8:
         run, parts = 8, 2
     most = VECTOR * max(1, parts // 2) // choices
+    if form.kind == "mxfp4":
+        most = min(most, VECTOR // 2)
     columns = max(form.columns if run else 16, min(most, triton.next_power_of_2(in_features)))
     run = run or columns
     # Each thread has 8 columns of x. More threads would have other columns of x than of the weight.

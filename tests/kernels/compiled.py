@@ -322,6 +322,7 @@ def compile_one_token_of_experts(types: dict[str, str], chosen: dict[str, object
     halves = {"RUN": 8, "PARTS": 2}
     int4 = {"FORMAT": "integers", "RUN": 64, "PARTS": 4, "GROUPS": 2}
     int8 = {"FORMAT": "integers", "RUN": 64, "PARTS": 2}
+    mxfp4 = {"FORMAT": "mxfp4", "RUN": 32, "PARTS": 4, "COLUMNS": 1024}
     shape = {"RUN": 2048, "PARTS": 1, "GROUPS": 1, "SHIFTED": False, "BIASED": False, "PDL": True}
     # Each format, type and direction.
     for name, is_down, weight, changes in (
@@ -331,6 +332,7 @@ def compile_one_token_of_experts(types: dict[str, str], chosen: dict[str, object
         (", int4 in fp16", True, words | {"x_ptr": "*fp16", "out_ptr": "*fp16"}, int4),
         (", int4 with offsets", False, words, int4 | {"SHIFTED": True, "GROUPS": 4}),
         (", int8", False, words, int8),
+        (", MXFP4", False, {"weight_ptr": "*i16", "scale_ptr": "*i32"}, mxfp4),
     ):
         up = shape | {"ROWS": 4 if "FP8" in name else 2, "COLUMNS": 2048} | changes
         down = up | chosen | {"COLUMNS": 512 if "int4" in name else 256}
