@@ -144,7 +144,7 @@ def test_quantize_in_groups_equals_reference(kernels, device, dtype, size):
 
 @pytest.mark.parametrize("size", [128, 300, 2048])
 def test_two_parts_are_bf16_exactly(kernels, device, size):
-    """But for numbers far below the greatest of their block."""
+    """Two parts lose digits only of numbers far below the greatest of their block."""
     torch.manual_seed(0)
     x = torch.randn(9, size, device=device)
     x *= torch.exp2(12 * torch.rand(9, size, device=device))
