@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 
+from tests import checkpoints
+from tests.weights.test_fp8_blocks import save_in_blocks
 from toolkit import LLM
 from toolkit.attention import cpu as cpu_attention
 from toolkit.config import EngineConfig
@@ -74,6 +76,19 @@ def test_right_models_are_ok(verdicts, name, flags):
     assert list(found) == COMPARISONS
     assert {one["verdict"] for one in found.values()} == {"ok"}
     assert found["transformers"]["greedy_agreed"] >= 0.98 * found["transformers"]["positions"]
+
+
+@needs_kernels
+def test_fp8_checkpoint_in_float32_is_ok(tk_here, tmp_path):
+    """A CPU multiplies with the dequantized weights, so nothing but float32 rounds."""
+    model = checkpoints.make_reference("llama3-gqa")
+    save_in_blocks(model, tmp_path)
+    done = tk_here("verify", str(tmp_path), "--device", "cpu", "--dtype", "float32", "--json")
+    report = json.loads(done.stdout)
+    found = {one["name"]: one for one in report["comparisons"]}
+    assert differing(found) == []
+    assert found["kernels"]["verdict"] == "ok"
+    assert report["rounding"]["of"] == "bfloat16"
 
 
 def without_transformers(patch: pytest.MonkeyPatch) -> None:

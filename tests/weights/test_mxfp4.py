@@ -19,8 +19,10 @@ from toolkit import LLM
 from toolkit.config import EngineConfig, ModelConfig
 from toolkit.distributed import Group, expert_shards, parallel
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.hardware.devices import Device
+from toolkit.inventory.card import show
 from toolkit.inventory.checkpoint import read_folder
-from toolkit.inventory.estimate import Device, estimate
+from toolkit.inventory.estimate import estimate
 from toolkit.kernels import mxfp4, reference
 from toolkit.kernels.switch import only_pytorch
 from toolkit.layers import Projections, StackedExperts
@@ -101,6 +103,17 @@ def test_checkpoint_equals_the_dequantized_model(folder, has_kernels):
         assert (logits - expected).norm() <= tolerance * expected.norm()
         if not has_kernels:
             assert list(result.outputs[0].token_ids) == checkpoints.greedy(model, prompt, 12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("cpu", "int8 in groups of 32 (mxfp4)"), ("cuda", "MXFP4 (mxfp4)")]
+)
+def test_show_names_the_layout_of_this_machine(folder, monkeypatch, capsys, kind, layout):
+    device = Device(kind, kind, 2**36, 2**36)
+    monkeypatch.setattr("toolkit.inventory.card.find_device", lambda: device)
+    show(str(folder), None, as_json=False)
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if "in memory" in one)
+    assert line.split(maxsplit=2)[2] == layout
 
 
 @pytest.mark.gpu

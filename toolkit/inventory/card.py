@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from toolkit.config import EngineConfig
@@ -12,6 +13,7 @@ from toolkit.inventory.console import print_facts, print_json
 from toolkit.inventory.estimate import Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
 from toolkit.units import count, size
+from toolkit.weights.layout import on_device
 
 MAX_FILES = 8  # listed, the largest first
 
@@ -121,12 +123,18 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _quantization(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Return how quantized weights are stored, and kept in memory."""
+    """Return how this machine keeps quantized weights in memory, most common layouts first."""
     if checkpoint.problem is not None or checkpoint.packings is None:
         return []
-    packings = checkpoint.packings
-    names = [one.name.removesuffix(".weight") for one in checkpoint.parameters]
-    return [("in memory", f"{packings.layouts(names)} ({packings.method})")]
+    packings, on_gpu = checkpoint.packings, find_device().kind == "cuda"
+    counts: Counter[str] = Counter()
+    for one in checkpoint.parameters:
+        packing = packings.find(one.name.removesuffix(".weight"))
+        if packing is not None:
+            is_expert = one.kind == "expert"
+            counts[str(on_device(packing.layout, on_gpu=on_gpu, is_expert=is_expert))] += 1
+    layouts = "; ".join(layout for layout, _ in counts.most_common())
+    return [("in memory", f"{layouts} ({packings.method})")]
 
 
 def _weights(checkpoint: Checkpoint) -> list[tuple[str, str]]:

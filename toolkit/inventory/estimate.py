@@ -33,10 +33,9 @@ from toolkit.units import GIB, size
 from toolkit.weights.formats import Packings
 from toolkit.weights.layout import (
     DENSE,
-    MXFP4_AS_INTEGERS,
-    Kind,
     Layout,
     of_experts,
+    on_device,
     while_loading,
 )
 
@@ -339,13 +338,9 @@ def _tensor_bytes(
         name, columns = parameter.name.removesuffix(".weight"), parameter.columns
         packing = packings and packings.find(name)
         if packing:
-            found = packing.layout
-            is_expert = device.kind == "cuda" and parameter.kind == "expert"
-            if found.kind is Kind.MXFP4 and not is_expert:
-                return MXFP4_AS_INTEGERS
-            if found.kind is Kind.FP8 and device.kind != "cuda":
-                return DENSE
-            if is_expert:
+            on_gpu, is_expert = device.kind == "cuda", parameter.kind == "expert"
+            found = on_device(packing.layout, on_gpu=on_gpu, is_expert=is_expert)
+            if on_gpu and is_expert:
                 rows = (parameter.size // columns,)
                 return of_experts({found}, rows, columns, in_float32=dtype == "float32")
             return found

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import torch
+
 from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.hub import locate
@@ -20,6 +22,9 @@ from toolkit.verify import engines, transformers_model
 from toolkit.verify.compare import FP32_SHARE, NUM_LIKELIEST, Bound, Difference, Scored, compare
 from toolkit.verify.engines import Answers
 from toolkit.verify.prompts import BUDGET_BLOCKS, Sizes
+from toolkit.weights.formats import Packings
+from toolkit.weights.layout import Kind
+from toolkit.weights.quantization import usable
 from toolkit.worker import WorkerInfo
 
 Progress = Callable[[str], None]
@@ -98,7 +103,7 @@ def verify(config: EngineConfig, progress: Progress) -> Result:
         graphs = engines.answer(config, sizes, evicts=False)
     progress("plain PyTorch in float32")
     exact = _score_exactly(config, sizes, eager)
-    served, name, share = _served_types(config, eager.info)
+    served, name, share = _served_types(config, eager.info, description)
     progress(f"plain PyTorch in {name}")
     rounded = engines.score(served, sizes, eager.sequences, "reference")
     # Without exact values: two paths in the same types differ by as much.
@@ -171,13 +176,16 @@ def _score_exactly(config: EngineConfig, sizes: Sizes, eager: Answers) -> list[S
     return reason
 
 
-def _served_types(config: EngineConfig, info: WorkerInfo) -> tuple[EngineConfig, str, float]:
+def _served_types(
+    config: EngineConfig, info: WorkerInfo, description: Described
+) -> tuple[EngineConfig, str, float]:
     """Return (settings of plain PyTorch, names of its types, share of its rounding that is served).
 
     Where all is served in fp32, bfloat16 is measured."""
     method = config.model.quantization
     if (packings := _load_config(config).packings) is not None:
-        method = packings.method
+        device = torch.device("cpu" if info.device == "cpu" else "cuda")
+        method = packings.method if _has_products(packings, description, device) else None
     if info.dtype == "float32" and (method, config.cache.kv_cache_dtype) == (None, "auto"):
         return config.with_settings(dtype="bfloat16"), "bfloat16", FP32_SHARE
     parts = [info.dtype]
@@ -186,6 +194,15 @@ def _served_types(config: EngineConfig, info: WorkerInfo) -> tuple[EngineConfig,
     if config.cache.kv_cache_dtype != "auto":
         parts.append(f"{config.cache.kv_cache_dtype} cache")
     return config.with_settings(dtype=info.dtype), ", ".join(parts), 1.0
+
+
+def _has_products(packings: Packings, description: Described, device: torch.device) -> bool:
+    """Return False if the device dequantizes all weights of a checkpoint when it loads them."""
+    if not isinstance(description, describe.Decoder):
+        return True
+    names = (one.name.removesuffix(".weight") for one in description.parameters())
+    found = {packing.layout for name in names if (packing := packings.find(name)) is not None}
+    return any(usable(layout, device).kind is not Kind.DENSE for layout in found)
 
 
 def _kernels(eager: Answers, exact: list[Scored] | str, bound: Bound) -> Comparison:

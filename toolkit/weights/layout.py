@@ -90,6 +90,13 @@ GROUPS = (128, 64, 32)
 """Columns of a group of weights that are rounded to int4: the first that divides a row."""
 
 
+def on_device(layout: Layout, *, on_gpu: bool, is_expert: bool) -> Layout:
+    """Return the layout in which a device keeps a weight that a checkpoint has in this one."""
+    if layout.kind is Kind.MXFP4 and not (on_gpu and is_expert):
+        return MXFP4_AS_INTEGERS
+    return DENSE if layout.kind is Kind.FP8 and not on_gpu else layout
+
+
 def while_loading(method: str, columns: int) -> Layout:
     """Return the layout that --quantization `method` gives a weight of full precision."""
     if method == "fp8":
