@@ -6,9 +6,8 @@ tokens that chose it. For more, `routing.arrange` lists blocks of tokens of one 
 device; programs past the last block return. Results do not depend on the order of programs: each
 product of a token and an expert is stored, and a token's are summed in the order of its choices.
 
-FP8 weights are multiplied as they are. Of few tokens x is split into two FP8 numbers, which are
-bf16 exactly, of more it is quantized, as in `products.fp8_product`. For fp16 they are converted in
-registers, as MXFP4 and integers always are.
+FP8 weights are converted in registers and x stays in 16 bits, unless blocks are large: then x is
+quantized too, as in `products.fp8_product`. MXFP4 and integers are always converted.
 
 A pair is a token and one of its experts: `token * num_chosen + choice`. Rows of the gated product
 and of the one after it are in the order of pairs."""
@@ -30,7 +29,6 @@ from .expert_kernels import down_kernel, sum_kernel, up_kernel
 from .expert_vectors import vector_down_kernel, vector_up_kernel
 from .fp8 import FP8, quantize
 from .fp8_matmul import quantize as quantize_blocks
-from .fp8_matmul import split
 from .matmul import shared_memory
 from .pdl import supported
 from .routing import Blocks, arrange
@@ -118,6 +116,12 @@ class Operand(NamedTuple):
     def is_fp8(self) -> bool:
         return self.form.kind in ("rows", "blocks")
 
+    @property
+    def of_vectors(self) -> tuple[Tensor | int, ...]:
+        """Arguments of the kernels of one token: numbers, scales and biases."""
+        numbers, scale, _, bias, *_ = self.arguments
+        return numbers, scale, bias
+
 
 class Layer:
     """A layer of experts. It checks and describes its weights once, not at each call."""
@@ -167,7 +171,7 @@ class Layer:
         pdl = supported(x.device)
         vector_up_kernel[(-(-size // of_up["ROWS"]), num_chosen)](
             x,
-            *up.arguments,
+            *up.of_vectors,
             chosen.ids,
             inner,
             size,
@@ -179,7 +183,7 @@ class Layer:
         )
         vector_down_kernel[(-(-hidden // of_down["ROWS"]),)](
             inner,
-            *down.arguments,
+            *down.of_vectors,
             *chosen,
             out,
             hidden,
@@ -200,7 +204,7 @@ class Layer:
         constants = self._of_tiles.get(key)
         if constants is None:
             of_up, of_down = (
-                _tile_constants(tile, one, _num_parts(x, one, tiles), x, num_chosen, is_few)
+                _tile_constants(tile, one, x.itemsize, tiles.quantizes_x, num_chosen, is_few)
                 for tile, one in ((tiles.up, up), (tiles.down, down))
             )
             constants = of_up, of_down | _fetched(tiles.down, down.stack, pdl)
@@ -284,8 +288,13 @@ def format_of(weight: Stack, columns: int) -> Format:
 
 
 def uses_vector(up: Operand, down: Operand) -> bool:
-    """Return True if one token is multiplied in registers: FP8 is read in aligned words."""
-    return all(not one.is_fp8 or one.columns % 16 == 0 for one in (up, down))
+    """Return True if one token is multiplied in registers: FP8 is read in aligned words.
+
+    Integers, MXFP4 and blocks are not: the tensor cores take less time, as measured."""
+    kinds = {up.form.kind, down.form.kind}
+    if kinds == {"rows"}:
+        return all(one.columns % 16 == 0 for one in (up, down))
+    return kinds == {"plain"}
 
 
 def best_tiles(num_tokens: int, num_chosen: int, up: Operand, down: Operand) -> Tiles:
@@ -415,52 +424,25 @@ def _check_stack(name: str, stack: Stack, dtype: torch.dtype, shape: tuple[int, 
 
 def _vector_constants(operand: Operand, choices: int) -> Constants:
     """Return the constant arguments that both kernels of one token have."""
-    form, in_features = operand.form, operand.columns
-    run, parts, groups = 0, 1, 1
-    if form.kind == "integers":
-        run, parts, groups = form.words, form.columns // form.words, form.columns // form.group
-    elif form.kind == "mxfp4":  # a word has the scales of all groups
-        run, parts = form.words, form.columns // form.words
-    elif operand.is_fp8:
-        run, parts = 8, 2
-    most = VECTOR * max(1, parts // 2) // choices
-    if form.kind == "mxfp4":
-        most = min(most, VECTOR // 2)
-    columns = max(form.columns if run else 16, min(most, triton.next_power_of_2(in_features)))
-    run = run or columns
-    # Each thread has 8 columns of x. More threads would have other columns of x than of the weight.
-    width = columns // parts
-    copies = choices if choices > 1 or width >= 1024 else 2
+    columns = max(16, triton.next_power_of_2(operand.columns))
     return {
         "ROWS": 4 if operand.is_fp8 else 2,
-        "FORMAT": form.kind,
-        "COLUMNS": columns,
-        "RUN": run,
-        "PARTS": parts,
-        "GROUPS": groups,
-        "SHIFTED": operand.stack.offset is not None,
+        "COLUMNS": min(VECTOR // choices, columns),
+        "SCALED": operand.is_fp8,
         "BIASED": operand.stack.bias is not None,
-        "num_warps": max(1, min(4, copies * width // 256)),
+        "num_warps": 4,
     }
 
 
-def _num_parts(x: Tensor, operand: Operand, tiles: Tiles) -> int:
-    """Return how many FP8 numbers stand for each of x; 0: x stays in 16 bits."""
-    if not operand.is_fp8:
-        return 0
-    if tiles.quantizes_x:
-        return 1
-    return 2 if x.dtype == torch.bfloat16 else 0
-
-
 def _tile_constants(
-    tile: Tile, operand: Operand, parts: int, x: Tensor, num_chosen: int, is_few: bool
+    tile: Tile, operand: Operand, itemsize: int, quantizes_x: bool, num_chosen: int, is_few: bool
 ) -> Constants:
-    """Return the constant arguments that the kernels of both products have."""
+    """Return the constant arguments that the kernels of both products have. itemsize: of x."""
     values, form = operand.stack.values, operand.form
+    quantized = operand.is_fp8 and quantizes_x
     columns = form.columns or tile.columns
     numbers = (form.words or columns) * tile.rows * values.itemsize
-    step = columns * tile.tokens * (parts or x.itemsize) + numbers
+    step = columns * tile.tokens * (1 if quantized else itemsize) + numbers
     return {
         "CHOSEN": num_chosen,
         "CHOICES": triton.next_power_of_2(num_chosen),
@@ -474,7 +456,7 @@ def _tile_constants(
         "WORDS": form.words,
         "GROUP": form.group,
         "SHIFTED": operand.stack.offset is not None,
-        "PARTS": parts,
+        "QUANTIZED": quantized,
         "BIASED": operand.stack.bias is not None,
         "num_warps": tile.warps,
     }
@@ -489,11 +471,8 @@ def _fetched(tile: Tile, weight: Stack, pdl: bool) -> Constants:
 
 def _rows(x: Tensor, operand: Operand, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Return rows of x as the operand's kernel takes them, and their scales, if there are any."""
-    parts = _num_parts(x, operand, tiles)
-    if parts == 0:
+    if not operand.is_fp8 or not tiles.quantizes_x:
         return x, x
-    if parts == 2:
-        return split(x)
     return quantize(x) if operand.form.kind == "rows" else quantize_blocks(x)
 
 

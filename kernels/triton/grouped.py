@@ -343,7 +343,7 @@ def unpack_int8(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_groups(pointers, live, stride, GROUPS: tl.constexpr, EVEN: tl.constexpr):
+def _load_groups(pointers, live, stride, GROUPS: tl.constexpr, EVEN: tl.constexpr):
     """Load the numbers of a step's groups, at most four. Absent ones are 0.0."""
     return (
         _load_group(pointers, live, EVEN),
@@ -501,9 +501,9 @@ def _grouped_kernel(
     live = tokens < num_tokens
     end = tl.minimum(share, left)
     inside = part * COLUMNS < end
-    scale = load_groups(scales, inside, group_stride, GROUPS, EVEN)
+    scale = _load_groups(scales, inside, group_stride, GROUPS, EVEN)
     if SHIFTED:
-        offset = load_groups(offsets, inside, group_stride, GROUPS, EVEN)
+        offset = _load_groups(offsets, inside, group_stride, GROUPS, EVEN)
     adapters = 0.0
     if RANK:
         index = load_places(place_ptr, token, num_tokens)
@@ -524,10 +524,10 @@ def _grouped_kernel(
         # The scales of the next step come from the L2 cache while this one is multiplied.
         after = start + (PARTS + part) * COLUMNS < end
         scales += PARTS * GROUPS * group_stride
-        next_scale = load_groups(scales, after, group_stride, GROUPS, False)
+        next_scale = _load_groups(scales, after, group_stride, GROUPS, False)
         if SHIFTED:
             offsets += PARTS * GROUPS * group_stride
-            next_offset = load_groups(offsets, after, group_stride, GROUPS, False)
+            next_offset = _load_groups(offsets, after, group_stride, GROUPS, False)
         sums = zero
         ones_sums = zero
         for plane in tl.static_range(PLANES):

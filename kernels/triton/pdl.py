@@ -86,8 +86,7 @@ EARLY = {
     "expert_kernels.sum_kernel": Early(step=("id_ptr",)),
     "expert_kernels.up_kernel": Early(),
     "expert_vectors.vector_down_kernel": Early(
-        constant=("weight_ptr", "scale_ptr", "offset_ptr", "bias_ptr"),
-        recent=("id_ptr", "share_ptr"),
+        constant=("weight_ptr", "scale_ptr", "bias_ptr"), recent=("id_ptr", "share_ptr")
     ),
     "expert_vectors.vector_up_kernel": Early(),
     "fp8._quantize_kernel": Early(),
@@ -98,7 +97,6 @@ EARLY = {
         with_adapters=("x_ptr",),
     ),
     "fp8_matmul._quantize_kernel": Early(),
-    "fp8_matmul._split_kernel": Early(),
     "fp8_matmul._rounded_kernel": Early(
         constant=("scale_ptr", "bias_ptr", "row_part_ptr", "block_ptr"),
         step=("place_ptr", "used_ptr"),

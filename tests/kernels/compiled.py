@@ -222,7 +222,6 @@ def compile_fp8() -> None:
     rounded = {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     blocks = {"BLOCKS": 32, "PDL": True}
     compile_kernel("quantize blocks", fp8_matmul._quantize_kernel, rounded, blocks, 8, 3)
-    compile_kernel("two FP8 parts", fp8_matmul._split_kernel, rounded, blocks, 8, 3)
     row = {"ROWS": 4, "COLUMNS": 2048, "EVEN": True, "BLOCKED": True, "BIASED": False}
     end = {"KIND": "silu", "GATED": True, "RANK": 0, "PARTED": False, "PDL": True}
     types = TILE_TYPES | fp8_type
@@ -232,7 +231,6 @@ def compile_fp8() -> None:
     compile_tile("FP8 blocks, gated", 16, 32, 4, 2, 1, GATED=True, KIND="silu", **blocks)
     compile_tile("FP8 blocks, odd columns", 64, 32, 8, 1, 1, EVEN=False, **blocks)
     compile_rounded("32 rows in FP8", 32, 64, 6, 4, 4)
-    compile_rounded("64 rows in FP8, no blocks", 64, 64, 6, 4, 1, BLOCKED=False, LATE=True)
     compile_rounded("64 rows in FP8 with adapters", 64, 64, 6, 4, 1, RANK=16)
     compile_rounded("100 rows in FP8", 64, 128, 3, 4, 1, BIASED=True)
     compile_rounded("many rows in FP8", 128, 128, 4, 8, 1)
@@ -244,8 +242,7 @@ def compile_rounded(
     name: str, tokens: int, rows: int, stages: int, warps: int, splits: int, **changes: object
 ) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "SPLITS": splits, "FETCHED": 2}
-    plain = {"EVEN": True, "BLOCKED": True, "BIASED": False}
-    plain |= {"KIND": "", "GATED": False, "LATE": False}
+    plain = {"EVEN": True, "BIASED": False, "KIND": "", "GATED": False, "LATE": False}
     constants = shape | plain | {"RANK": 0, "PARTED": False, "PDL": True} | changes
     types = TILE_TYPES | dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
     types["x_scale_ptr"] = "*fp32"
@@ -317,31 +314,15 @@ def compile_experts() -> None:
 
 
 def compile_one_token_of_experts(types: dict[str, str], chosen: dict[str, object]) -> None:
-    fp8 = {"weight_ptr": "*fp8e4nv"}
-    words = {"weight_ptr": "*u16", "scale_ptr": "*fp16", "offset_ptr": "*fp16"}
-    halves = {"RUN": 8, "PARTS": 2}
-    int4 = {"FORMAT": "integers", "RUN": 64, "PARTS": 4, "GROUPS": 2}
-    int8 = {"FORMAT": "integers", "RUN": 64, "PARTS": 2}
-    mxfp4 = {"FORMAT": "mxfp4", "RUN": 32, "PARTS": 4, "COLUMNS": 1024}
-    shape = {"RUN": 2048, "PARTS": 1, "GROUPS": 1, "SHIFTED": False, "BIASED": False, "PDL": True}
-    # Each format, type and direction.
-    for name, is_down, weight, changes in (
-        ("", True, {}, {"FORMAT": "plain"}),
-        (", FP8", False, fp8, {"FORMAT": "rows", **halves}),
-        (", FP8 blocks", True, fp8, {"FORMAT": "blocks", **halves}),
-        (", int4 in fp16", True, words | {"x_ptr": "*fp16", "out_ptr": "*fp16"}, int4),
-        (", int4 with offsets", False, words, int4 | {"SHIFTED": True, "GROUPS": 4}),
-        (", int8", False, words, int8),
-        (", MXFP4", False, {"weight_ptr": "*i16", "scale_ptr": "*i32"}, mxfp4),
-    ):
-        up = shape | {"ROWS": 4 if "FP8" in name else 2, "COLUMNS": 2048} | changes
-        down = up | chosen | {"COLUMNS": 512 if "int4" in name else 256}
-        down |= {} if weight else {"RUN": 256}
-        up |= {"KIND": "silu", "INTERLEAVED": False}
-        kernel, shape_of = expert_vectors.vector_up_kernel, up
-        if is_down:
-            kernel, shape_of = expert_vectors.vector_down_kernel, down
-        compile_kernel(f"one token{name}", kernel, types | weight, shape_of, 4, 3)
+    for scaled in (False, True):
+        weights = types | ({"weight_ptr": "*fp8e4nv"} if scaled else {})
+        one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "BIASED": False, "PDL": True}
+        up = one | {"KIND": "silu", "INTERLEAVED": False, "COLUMNS": 2048}
+        kind = ", FP8" if scaled else ""
+        compile_kernel(f"one token, up{kind}", expert_vectors.vector_up_kernel, weights, up, 4, 3)
+        down = one | chosen | {"COLUMNS": 256}
+        kernel = expert_vectors.vector_down_kernel
+        compile_kernel(f"one token, down{kind}", kernel, weights, down, 4, 3)
 
 
 def compile_tile_of_experts(
@@ -355,13 +336,13 @@ def compile_tile_of_experts(
     numbers = {"plain": "*bf16", "integers": "*u16", "mxfp4": "*i16"}.get(form, "*fp8e4nv")
     scales = {"plain": "*bf16", "integers": "*fp16", "mxfp4": "*i32"}.get(form, "*fp32")
     is_few = tokens <= experts.FEW_PAIRS
-    parts = (2 if is_few else 1) if form in ("rows", "blocks") else 0
+    quantized = form in ("rows", "blocks") and not is_few
     weights = types | {"weight_ptr": numbers, "scale_ptr": scales, "offset_ptr": "*fp32"}
-    weights |= {"x_ptr": "*fp8e4nv"} if parts else {}
+    weights |= {"x_ptr": "*fp8e4nv"} if quantized else {}
     words = {"integers": 64, "mxfp4": 32}.get(form, 0)
     rows = 64 if is_few else 256 if form == "plain" else 128
     shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": 4 if is_few else 3}
-    shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "PARTS": parts}
+    shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "QUANTIZED": quantized}
     shape |= {"FORMAT": form, "WORDS": words, "GROUP": 128, "SHIFTED": form == "integers"}
     up = {"KIND": "clamped_swiglu", "INTERLEAVED": form == "mxfp4"}
     kernel, rest = expert_kernels.up_kernel, up

@@ -68,21 +68,12 @@ def test_size_decides_the_kernel(products, monkeypatch, tokens, shape, dtype, ex
 
 
 @pytest.mark.parametrize(
-    ("tokens", "shape", "kind"),
-    [
-        (16, (64, 64), "exact"),
-        (17, (64, 64), "blocks"),
-        (64, (64, 64), "blocks"),
-        (65, (64, 64), "tokens"),
-        (17, (64, 40), "exact"),
-        (65, (24, 64), "exact"),
-    ],
+    ("tokens", "shape", "quantizes"),
+    [(16, (64, 64), False), (17, (64, 64), True), (17, (64, 40), False), (17, (24, 64), False)],
 )
-def test_size_decides_the_precision_of_rows(products, monkeypatch, tokens, shape, kind):
-    monkeypatch.setattr(products.fp8, "linear", lambda *_, **more: "exact")
+def test_size_decides_the_precision_of_rows(products, monkeypatch, tokens, shape, quantizes):
+    monkeypatch.setattr(products.fp8, "linear", lambda *_, **more: False)
     monkeypatch.setattr(products.fp8, "quantize", lambda x: (x, x))
-    monkeypatch.setattr(products.fp8_matmul, "quantize", lambda x: (x, x))
-    monkeypatch.setattr(products.fp8_matmul, "linear", lambda *_, **more: "blocks")
-    monkeypatch.setattr(products, "scaled_product", lambda *_: "tokens")
+    monkeypatch.setattr(products, "scaled_product", lambda *_: True)
     weight, x = torch.empty(shape, device="meta"), torch.empty(tokens, shape[1], device="meta")
-    assert products.fp8_product(x, weight, weight[:, 0]) == kind
+    assert products.fp8_product(x, weight, weight[:, 0]) == quantizes
