@@ -298,7 +298,7 @@ def test_drafts_change_nothing_on_a_gpu(
     assert num_ties <= NUM_REQUESTS // 40
     assert log.num_drafts > 300
     # A drafter's model regards no penalties, biases and grammars.
-    assert log.acceptance_rate > {"ngram": 0.02, "itself": 0.4}.get(drafter, 0)
+    assert log.acceptance_rate >= {"ngram": 0.02, "itself": 0.4}.get(drafter, 0)
     require_allowed_drafts(log)
     assert sum(len(step.new_rows) for step, _ in log.steps) > sum(len(x.outputs) for x in found)
 
