@@ -297,7 +297,8 @@ def test_drafts_change_nothing_on_a_gpu(
     num_ties = require_equal_or_near_ties(model, random_requests()[1], expected_on_gpu, found)
     assert num_ties <= NUM_REQUESTS // 40
     assert log.num_drafts > 300
-    assert log.acceptance_rate > {"ngram": 0.02, "itself": 0.7}.get(drafter, 0)
+    # A drafter's model regards no penalties, biases and grammars.
+    assert log.acceptance_rate >= {"ngram": 0.02, "itself": 0.4}.get(drafter, 0)
     require_allowed_drafts(log)
     assert sum(len(step.new_rows) for step, _ in log.steps) > sum(len(x.outputs) for x in found)
 
