@@ -58,9 +58,7 @@ def triton_runs() -> bool:
     if is_interpreted:
         from tests import interpreter
 
-        interpreter.refuse_ranges_that_do_not_compile()
-        interpreter.patch_the_language_once_per_launch()
-        interpreter.look_types_up_once()
+        interpreter.install()
     return is_interpreted
 
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import triton.language as tl
+from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
-def refuse_ranges_that_do_not_compile() -> None:
+def install() -> None:
+    """Change the interpreter of this process."""
+    _refuse_ranges_that_do_not_compile()
+    _patch_the_language_once()
+    _look_types_up_once()
+    _make_shapes_once()
+    _skip_conversions_to_the_same_type()
+    _do_not_compute_overflow()
+
+
+def _refuse_ranges_that_do_not_compile() -> None:
     """Let the interpreter refuse ranges that the compiler refuses."""
     make = interpreter.InterpreterBuilder.create_make_range
 
@@ -22,13 +35,13 @@ def refuse_ranges_that_do_not_compile() -> None:
     interpreter.InterpreterBuilder.create_make_range = checked
 
 
-def patch_the_language_once_per_launch() -> None:
-    """Skip the replacement of Triton's functions by the interpreter's where they are replaced.
+def _patch_the_language_once() -> None:
+    """Replace Triton's functions by the interpreter's for good, as nothing compiles here.
 
-    It took a third of the time: each call of a jitted function repeated what the launch had done.
+    Each launch and each call of a jitted function replaced them all: a third of the time.
     """
     patch = interpreter._patch_lang
-    replaced: set[str] = set()  # modules of the running launch
+    replaced: set[str] = set()
 
     @functools.cache
     def modules(fn: Callable[..., object]) -> frozenset[str]:
@@ -37,23 +50,15 @@ def patch_the_language_once_per_launch() -> None:
         return frozenset(one.__name__ for one in languages if any(one is value for value in used))
 
     def patch_once(fn: Callable[..., object]) -> interpreter._LangPatchScope:
-        if modules(fn) and modules(fn) <= replaced:
-            return interpreter._LangPatchScope()
-        scope = patch(fn)
-        replaced.update(modules(fn))
-        restore = scope.restore
-
-        def end_launch() -> None:
-            restore()
-            replaced.clear()
-
-        scope.restore = end_launch  # only a launch calls it
-        return scope
+        if not (modules(fn) and modules(fn) <= replaced):
+            patch(fn)
+            replaced.update(modules(fn))
+        return interpreter._LangPatchScope()  # restores nothing
 
     interpreter._patch_lang = patch_once
 
 
-def look_types_up_once() -> None:
+def _look_types_up_once() -> None:
     """Cache NumPy's type of each scalar type. Each lookup built the table again."""
     look_up = functools.cache(interpreter._get_np_dtype)
 
@@ -62,3 +67,60 @@ def look_types_up_once() -> None:
         return np.dtype(np.uint64) if isinstance(element, tl.pointer_type) else look_up(element)
 
     interpreter._get_np_dtype = numpy_type
+
+
+def _make_shapes_once() -> None:
+    """Share the shapes of tensors and of their types, which do not change."""
+
+    @functools.lru_cache(maxsize=None, typed=True)
+    def type_shape(*sizes: int) -> tuple[tl.tuple, int]:
+        return tl.tuple(sizes), validate_block_shape(sizes)
+
+    def make_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Iterable) -> None:
+        self.element_ty = element_ty
+        sizes = [one.value if isinstance(one, tl.constexpr) else one for one in shape]
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        self.shape, self.numel = type_shape(*sizes)
+
+    @functools.cache
+    def tensor_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+        return tl.tuple([tl.constexpr(one) for one in sizes]), tl.constexpr(math.prod(sizes))
+
+    def make_tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensor_shape(tuple(type.shape) if type.is_block() else ())
+
+    tl.block_type.__init__ = make_block_type
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    tl.tensor.__init__ = make_tensor
+
+
+def _skip_conversions_to_the_same_type() -> None:
+    """Take operands of equal types and shapes as they are."""
+    convert = TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def convert_others(
+        self: TritonSemantic, lhs: object, rhs: object, *given: bool, **options: bool
+    ) -> tuple[tl.tensor, tl.tensor]:
+        is_tensor = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+        divides = len(given) > 3 or "div_or_mod" in options
+        if is_tensor and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr() and not divides:
+            return broadcast_others(self, lhs, rhs)
+        return convert(self, lhs, rhs, *given, **options)
+
+    def broadcast_others(
+        self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor
+    ) -> tuple[tl.tensor, tl.tensor]:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = convert_others
+    TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def _do_not_compute_overflow() -> None:
+    """Skip results in 64 bits, which are for an assertion that only debugging turns on."""
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None

@@ -49,8 +49,10 @@ def run_rank(rank: int, folder: Path) -> None:
     import os
 
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests import interpreter
     from toolkit.kernels.triton import all_reduce as kernels
 
+    interpreter.install()
     calls = torch.full((2, kernels.MAX_PROGRAMS), CALLS, dtype=torch.int32)
     kernels.MAX_PROGRAMS = PROGRAMS
     buffers = []
