@@ -62,8 +62,8 @@ def check_tokens_and_logprobs(
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *[("llama3-gqa", 4), ("olmo2", 4), ("llama-mqa-tied", 2), ("gpt-neox", 2), ("falcon", 2)],
-        *[("qwen2-moe", 2), ("gpt-oss", 2), ("minimax-m2", 2), ("granite-moe-shared", 2)],
+        *[("llama3-gqa", 4), ("olmo2", 2), ("llama-mqa-tied", 2), ("gpt-neox", 2), ("falcon", 2)],
+        *[("qwen2-moe", 2), ("gpt-oss", 2), ("minimax-m2", 2)],
     ],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(sharded, name, size):
@@ -72,7 +72,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(sharded, name, size):
     check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "granite-moe"])
+@pytest.mark.parametrize("name", ["gpt-oss", "granite-moe-shared"])
 def test_ranks_with_complete_experts_equal_transformers(sharded, name):
     llm = sharded(name, 2, max_num_batched_tokens=24, enable_expert_parallel=True)
     check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)

@@ -307,25 +307,32 @@ def compile_experts() -> None:
         down = one | chosen | {"COLUMNS": 256}
         kernel = expert_vectors.vector_down_kernel
         compile_kernel(f"one token, down{kind}", kernel, weights, down, 4, 3)
-    for form, tokens, columns in (
-        ("plain", 8, 128),
-        ("plain", 128, 64),
-        ("rows", 32, 128),
-        ("rows", 128, 128),
-        ("blocks", 8, 128),
-        ("blocks", 128, 128),
-        ("integers", 8, 256),
-        ("integers", 64, 256),
-        ("mxfp4", 8, 128),
-        ("mxfp4", 128, 128),
+    tiles = types | {"x_scale_ptr": "*fp32"}
+    # Each pair of a format, a size and a direction.
+    for form, tokens, columns, is_down in (
+        ("plain", 8, 128, True),
+        ("plain", 128, 64, False),
+        ("rows", 32, 128, False),
+        ("rows", 128, 128, True),
+        ("blocks", 8, 128, True),
+        ("blocks", 128, 128, False),
+        ("integers", 8, 256, False),
+        ("integers", 64, 256, True),
+        ("mxfp4", 8, 128, False),
+        ("mxfp4", 128, 128, True),
     ):
-        compile_tiles_of_experts(types | {"x_scale_ptr": "*fp32"}, chosen, form, tokens, columns)
+        compile_tile_of_experts(tiles, chosen, form, tokens, columns, is_down)
     constants = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "CHUNK": 1024}
     compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
 
 
-def compile_tiles_of_experts(
-    types: dict[str, str], chosen: dict[str, object], form: str, tokens: int, columns: int
+def compile_tile_of_experts(
+    types: dict[str, str],
+    chosen: dict[str, object],
+    form: str,
+    tokens: int,
+    columns: int,
+    is_down: bool,
 ) -> None:
     numbers = {"plain": "*bf16", "integers": "*u16", "mxfp4": "*i16"}.get(form, "*fp8e4nv")
     scales = {"plain": "*bf16", "integers": "*fp16", "mxfp4": "*i32"}.get(form, "*fp32")
@@ -338,12 +345,11 @@ def compile_tiles_of_experts(
     shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "QUANTIZED": quantized}
     shape |= {"FORMAT": form, "WORDS": words, "GROUP": 128, "SHIFTED": form == "integers"}
     up = {"KIND": "clamped_swiglu", "INTERLEAVED": form == "mxfp4"}
+    kernel, rest = expert_kernels.up_kernel, up
+    if is_down:
+        kernel, rest = expert_kernels.down_kernel, {"FETCHED": 4, "LINE": 64}
     title, warps = f"{tokens} pairs of an expert, {form}", 4 if is_few else 8
-    for kernel, rest in (
-        (expert_kernels.up_kernel, up),
-        (expert_kernels.down_kernel, {"FETCHED": 4, "LINE": 64}),
-    ):
-        compile_kernel(title, kernel, weights, chosen | shape | rest, warps, 3)
+    compile_kernel(title, kernel, weights, chosen | shape | rest, warps, 3)
 
 
 def compile_draft_inputs() -> None:

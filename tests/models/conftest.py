@@ -43,14 +43,19 @@ class Case:
             self._logits[key] = checkpoints.logits(self.model, list(key))
         return self._logits[key]
 
-    def assert_greedy(self, results: list[RequestOutput], tolerance: float = 1e-4) -> None:
+    def assert_greedy(
+        self,
+        results: list[RequestOutput],
+        tolerance: float = 1e-4,
+        num_tokens: int = NEW_TOKENS,
+    ) -> None:
         """Check that each token is the likeliest after those before it, up to `tolerance`.
 
         By induction, the answer is then the reference's greedy answer."""
         for result in results:
             for answer in result.outputs:
                 tokens = list(answer.token_ids)
-                assert len(tokens) == NEW_TOKENS
+                assert len(tokens) == num_tokens
                 logits = self.logits(result.prompt_token_ids + tokens)
                 at = logits[len(result.prompt_token_ids) - 1 : -1]
                 behind = at.max(-1).values - at.gather(-1, torch.tensor(tokens)[:, None])[:, 0]

@@ -37,7 +37,7 @@ ALLOWED = list(range(65, 68))
 """Few tokens, so that some drafts of random weights are right."""
 PARAMS = {
     "temperature": 0.0,
-    "max_tokens": 40,
+    "max_tokens": 28,
     "ignore_eos": True,
     "allowed_token_ids": ALLOWED,
     "repetition_penalty": 1.2,

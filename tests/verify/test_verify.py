@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,22 +124,27 @@ def test_table_says_what_differs_and_what_to_do(tk_here, checkpoint, monkeypatch
 
 
 @needs_kernels
-def test_one_model_at_a_time_is_in_memory(checkpoint, monkeypatch):
+def test_one_model_at_a_time_is_in_memory(checkpoint, monkeypatch, frozen_heap):
+    models: weakref.WeakSet[Decoder] = weakref.WeakSet()
     alive: list[int] = []
+    initialize = Decoder.__init__
+
+    def counted(model: Decoder, *given: Any, **settings: Any) -> None:
+        models.add(model)
+        initialize(model, *given, **settings)
 
     class Watched(LLM):
         def __init__(self, **given: Any) -> None:
-            alive.append(sum(isinstance(one, Decoder) for one in gc.get_objects()))
+            alive.append(len(models))
             super().__init__(**given)
 
+    monkeypatch.setattr(Decoder, "__init__", counted)
     monkeypatch.setattr(engines, "LLM", Watched)
     without_transformers(monkeypatch)
     config = EngineConfig.from_settings({"model": str(checkpoint("gpt2")), "device": "cpu"})
-    gc.collect()  # models of other tests
-    before = sum(isinstance(one, Decoder) for one in gc.get_objects())
     assert verify(config, lambda what: None).verdict == "ok"
-    assert len(alive) == 4
-    assert max(alive) <= before
+    assert alive == [0, 0, 0, 0]
+    assert len(models) == 0
 
 
 # Planted faults
