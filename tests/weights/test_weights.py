@@ -11,6 +11,7 @@ from tests.combinations import pairwise
 from toolkit.distributed import Shard, full_shard
 from toolkit.kernels import cpu, reference
 from toolkit.weights import packed
+from toolkit.weights.groups import fill_randomly_
 from toolkit.weights.quantization import new_weight, quantized
 from toolkit.weights.weight import Epilogue
 
@@ -135,3 +136,17 @@ def test_slots_arrange_parts_of_a_checkpoint(format):
     shards = full_shard(6), full_shard(COLUMNS)
     weight.part_slots(slice(20, 23), shards, order=order)["weight"].fill(ordered)
     assert relative(weight.dequantize(slice(20, 23)), ordered[list(order)]) < error
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_random_integers_have_the_mean_of_the_middle(dtype):
+    values = torch.empty(4000, dtype=dtype)
+    fill_randomly_(values, 4, torch.Generator().manual_seed(0))
+    numbers = values.int()[:, None] >> torch.arange(0, 8 * values.itemsize, 4) & 15
+    counts = numbers.flatten().bincount(minlength=16).double() / numbers.numel()
+    assert counts[0] == 0
+    expected = torch.full((15,), 1 / 16).double()
+    expected[7] = 2 / 16
+    assert counts[1:] == pytest.approx(expected, abs=0.012)
+    fill_randomly_(values, 8, torch.Generator().manual_seed(0))
+    assert 0 in values.view(torch.uint8)

@@ -11,7 +11,7 @@ import torch
 from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
-from toolkit.weights.groups import Decoded, Groups, quantize
+from toolkit.weights.groups import Decoded, Groups, fill_randomly_, quantize
 from toolkit.weights.layout import Layout
 from toolkit.weights.slots import QuantizedSlot, Slot
 from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, Weight, parameter
@@ -157,8 +157,7 @@ class GroupedWeight(Weight, StackableWeight):
         )
 
     def fill_randomly(self, generator: torch.Generator) -> None:
-        bits = self.values.view(torch.int16)
-        bits.random_(-(2**15), 2**15, generator=generator)
+        fill_randomly_(self.values.view(torch.int16), self.layout.bits, generator)
         # The standard deviation of integers, uniform from 0 to n - 1, is n / sqrt(12).
         scale = DUMMY_STD * 12**0.5 / 2**self.layout.bits
         self.scales.fill_(scale)

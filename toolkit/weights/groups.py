@@ -133,3 +133,16 @@ def multiplied(numbers: torch.Tensor, rows: slice, factor: float) -> torch.Tenso
         numbers = numbers.float()
     numbers[rows] = wide.to(numbers.dtype)
     return numbers
+
+
+def fill_randomly_(values: torch.Tensor, bits: int, generator: torch.Generator) -> None:
+    """Fill bytes or words with random integers of `bits` whose mean is the middle.
+
+    Else the weights' mean would not be 0, and the outputs of few layers alike for all tokens. Of 4
+    bits, 0 becomes the middle; of 8, it changes little."""
+    smallest, largest = torch.iinfo(values.dtype).min, torch.iinfo(values.dtype).max
+    values.random_(smallest, largest + 1, generator=generator)
+    if bits == 4:
+        ones = int("1" * (2 * values.itemsize), 16)
+        used = values | (values >> 1) | (values >> 2) | (values >> 3)
+        values |= (~used & ones) << 3

@@ -11,7 +11,7 @@ from toolkit.distributed import Shard
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
-from toolkit.weights.groups import Decoded, Groups, multiplied, quantize
+from toolkit.weights.groups import Decoded, Groups, fill_randomly_, multiplied, quantize
 from toolkit.weights.layout import Layout
 from toolkit.weights.packed import pack_groups
 from toolkit.weights.slots import QuantizedSlot, Slot
@@ -93,10 +93,8 @@ class IntegerWeight(Weight):
         self.write(rows, quantize(weight, self.layout.bits, self.groups.size))
 
     def fill_randomly(self, generator: torch.Generator) -> None:
-        bits, device = self.layout.bits, self.values.device
-        self.values.copy_(
-            torch.randint(0, 256, self.values.shape, generator=generator, device=device)
-        )
+        bits = self.layout.bits
+        fill_randomly_(self.values, bits, generator)
         # The standard deviation of integers that are uniform from 0 to n - 1 is n / sqrt(12).
         scale = DUMMY_STD * 12**0.5 / 2**bits
         self.scales.fill_(scale)
