@@ -13,7 +13,13 @@ from toolkit import LLM, SamplingParams
 from toolkit.bench import workloads
 from toolkit.demo import MODEL_DIR
 from tools.bench import models
-from tools.bench.models import CONFIGS, make_model, save_tokenizer, save_weights
+from tools.bench.models import (
+    CONFIGS,
+    make_model,
+    save_int4_weights,
+    save_tokenizer,
+    save_weights,
+)
 
 
 @pytest.fixture
@@ -202,6 +208,18 @@ class TestModelFolders:
         )
         assert code == 0, err
         assert json.loads(out.splitlines()[-1])["output_tokens"] == 8
+
+    def test_int4_weights_make_a_valid_checkpoint(self, tmp_path):
+        small = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        config = CONFIGS["llama-3.1-8b"] | small | heads | {"num_hidden_layers": 2}
+        make_model(tmp_path, config)
+        save_int4_weights(tmp_path, "40KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+        limits = {"num_threads": 1, "kv_cache_memory": 0.01, "max_model_len": 64}
+        llm = LLM(str(tmp_path), device="cpu", **limits)
+        (done,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3, logprobs=0), use_tqdm=False)
+        assert all(-50 < x.logprob <= 0 for at in done.outputs[0].logprobs for x in at.values())
 
     def test_random_weights_make_a_valid_checkpoint(self, tmp_path):
         """The engine and Transformers generate the same from a checkpoint in several files."""

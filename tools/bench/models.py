@@ -1,8 +1,9 @@
 """Create model folders for `--load-format dummy`: `python -m tools.bench.models OUT_DIR [NAME...]`.
 
-With `--weights` they have random weights of the config's dtype. Each has the config of a well-known
-model and an untrained byte-level tokenizer of that model's vocabulary size: every byte, then pairs
-of letters, then pairs of pairs, so that every id has up to four characters of text."""
+With `--weights` they have random weights of the config's dtype, with `--int4` in GPTQ's layout.
+Each has the config of a well-known model and an untrained byte-level tokenizer of that model's
+vocabulary size: every byte, then pairs of letters, then pairs of pairs, so that every id has up to
+four characters of text."""
 
 from __future__ import annotations
 
@@ -179,6 +180,47 @@ def save_weights(folder: Path, shard_size: str = "5GB") -> None:
     model.save_pretrained(folder, max_shard_size=shard_size)
 
 
+def save_int4_weights(folder: Path, shard_size: str = "5GB") -> None:
+    """Add random weights in GPTQ's layout, 4 bits in groups of 128, but for embeddings and head."""
+    import torch
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    packed = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    state: dict[str, torch.Tensor] = {}
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        for name, module in packed.items():
+            columns, rows = module.in_features, module.out_features
+            words = torch.randint(-(2**31), 2**31, (columns // 8, rows), dtype=torch.int32)
+            state[f"{name}.qweight"] = words.cpu()
+            # 7 is written for 8, which is subtracted from each number.
+            state[f"{name}.qzeros"] = torch.full(
+                (columns // 128, rows // 8), 0x77777777, dtype=torch.int32
+            ).cpu()
+            state[f"{name}.scales"] = torch.full((columns // 128, rows), 0.004).half().cpu()
+            state[f"{name}.g_idx"] = (torch.arange(columns) // 128).int().cpu()
+        for name, weight in model.state_dict().items():
+            if name.removesuffix(".weight") not in packed:
+                full = torch.ones if weight.dim() == 1 else torch.randn
+                state[name] = full(weight.shape, dtype=weight.dtype).cpu()
+    save_torch_state_dict(state, folder, max_shard_size=shard_size)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+    }
+    _write(folder / "config.json", config)
+
+
 def save_tokenizer(path: Path, vocab_size: int) -> None:
     """Write a byte-level BPE tokenizer with exactly `vocab_size` ids, including end-of-text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -215,17 +257,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--weights", action="store_true", help="add random weights; needs names")
+    parser.add_argument("--int4", action="store_true", help="add random weights of 4 bits (GPTQ)")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"{', '.join(CONFIGS)}; default: all"
     )
     args = parser.parse_args()
-    if args.weights and not args.names:
-        parser.error("--weights needs names: all models together take 160 GB")
+    if (args.weights or args.int4) and not args.names:
+        parser.error("weights need names: those of all models together take 160 GB")
     for name in args.names or CONFIGS:
         if name not in CONFIGS:
             parser.error(f"unknown model {name!r}; choose from {', '.join(CONFIGS)}")
         make_model(args.out_dir / name, CONFIGS[name])
-        if args.weights:
+        if args.int4:
+            save_int4_weights(args.out_dir / name)
+        elif args.weights:
             save_weights(args.out_dir / name)
         print(args.out_dir / name)
 
