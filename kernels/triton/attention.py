@@ -26,6 +26,7 @@ from .counters import counters
 from .fp8 import FP8
 from .pdl import supported
 from .rotary import Transform, qk_norm_rope_write
+from .sizes import power_of_two
 
 MAX_SPLITS = 64
 LONG_CONTEXT = 8192
@@ -206,7 +207,7 @@ class Batch(NamedTuple):
     @property
     def head_pad(self) -> int:
         """Head size, padded to a power of two and to the least size for tl.dot."""
-        return max(16, _power_of_two(self.q.shape[2]))
+        return max(16, power_of_two(self.q.shape[2]))
 
     def check(self) -> None:
         cached = self.k_cache.dtype
@@ -337,7 +338,7 @@ def decode(
             *batch.out.stride()[:2],
             HEAD_SIZE=head_size,
             HEAD_PAD=batch.head_pad,
-            SPLITS_PAD=_power_of_two(splits),
+            SPLITS_PAD=power_of_two(splits),
             QUERIES=queries,
             PDL=pdl,
             launch_pdl=pdl,
@@ -445,11 +446,6 @@ def _multiple(batch: Batch) -> float:
     return 2 / batch.programs_per_multiprocessor
 
 
-def _power_of_two(n: int) -> int:
-    """Return the least power of two >= n. Triton's function takes microseconds, in every layer."""
-    return 1 << (n - 1).bit_length()
-
-
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -476,7 +472,7 @@ def _decode_tile(batch: Batch, queries: int) -> Tile:
     """Return the fastest tile for one query on an H200. See `--tune` of `tools.bench.kernels`.
 
     Of a tile of 128 rows, four warps spill registers on Hopper, and eight do not."""
-    rows = max(16, _power_of_two(queries * batch.group))
+    rows = max(16, power_of_two(queries * batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
     keys = min(64, max(16, 8192 // row_bytes))
     warps = 2 if rows == 16 else 8 if rows > 64 and queries > 1 else 4
@@ -488,5 +484,5 @@ def _prefill_tile(batch: Batch) -> Tile:
     row_bytes = batch.head_pad * batch.q.element_size()
     if row_bytes == 256 and batch.group <= 128:
         return Tile(128, 32, warps=4, stages=3)
-    rows = max(64, _power_of_two(batch.group))
+    rows = max(64, power_of_two(batch.group))
     return Tile(rows, keys=min(64, max(16, 16384 // row_bytes)), warps=4, stages=3)

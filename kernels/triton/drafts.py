@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..drafts import DraftInputs, Points
-from .sampling import power_of_two
+from .sizes import power_of_two
 
 POINTS = 64  # points per program
 REQUESTS = 128

@@ -36,6 +36,7 @@ from .matmul import (
     matmul,
 )
 from .pdl import fetch, release, supported, wait
+from .sizes import power_of_two
 
 FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)
@@ -55,7 +56,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     num_tokens, size = x.shape
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty((num_tokens, 1), dtype=torch.float32, device=x.device)
-    size_pad = _power_of_two(size)
+    size_pad = power_of_two(size)
     pdl = supported(x.device)
     _quantize_kernel[(num_tokens,)](
         x,
@@ -164,10 +165,6 @@ def _vector(
         launch_pdl=pdl,
         num_warps=warps,
     )
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @triton.jit

@@ -23,8 +23,8 @@ from .sampling import (
     _readable,
     _to_key,
     check_shape,
-    power_of_two,
 )
+from .sizes import power_of_two
 
 LAST_TOKEN = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(-(1 << 63))

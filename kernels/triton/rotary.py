@@ -15,6 +15,7 @@ from torch import Tensor
 from ..reference import HeadNorm
 from .fp8 import FP8, to_fp8
 from .pdl import release, supported, wait
+from .sizes import power_of_two
 
 TILE = 2048  # most elements per program. Fewer if the GPU would not be full
 PROGRAMS = 1024
@@ -114,12 +115,12 @@ def qk_norm_rope_write(
     first = num_heads
     if norm is not None or cos_sin is not None or clip:
         q, first = torch.empty(q.shape, dtype=q.dtype, device=q.device), 0
-    half = cos_sin.shape[2] if cos_sin is not None else _power_of_two(head_size) // 2
-    half_pad = _power_of_two(half)
-    rest_pad = _power_of_two(head_size - 2 * half) if head_size > 2 * half else 0
+    half = cos_sin.shape[2] if cos_sin is not None else power_of_two(head_size) // 2
+    half_pad = power_of_two(half)
+    rest_pad = power_of_two(head_size - 2 * half) if head_size > 2 * half else 0
     heads = num_heads + 2 * num_kv_heads - first
-    most = max(1, TILE // _power_of_two(2 * half_pad + rest_pad))
-    rows = min(_power_of_two(-(-num_tokens * heads // PROGRAMS)), most)
+    most = max(1, TILE // power_of_two(2 * half_pad + rest_pad))
+    rows = min(power_of_two(-(-num_tokens * heads // PROGRAMS)), most)
     pdl = supported(qkv.device)
     _qk_norm_rope_write_kernel[(-(-num_tokens * heads // rows),)](
         qkv,
@@ -146,10 +147,6 @@ def qk_norm_rope_write(
         num_warps=4 if rows * head_size >= 1024 else 1,
     )
     return q
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @triton.jit

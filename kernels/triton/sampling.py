@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .pdl import release, supported, wait
+from .sizes import power_of_two
 
 WIDTH = 256  # tokens of a block
 BLOCKS = 16  # blocks per program of a pass over the vocabulary
@@ -142,11 +143,6 @@ def _readable(logits: Tensor) -> int:
     padded = -(-vocab // ALIGNED) * ALIGNED
     is_aligned = logits.stride(0) % ALIGNED == 0 and logits.storage_offset() % ALIGNED == 0
     return padded if is_aligned and logits.stride(0) >= padded else vocab
-
-
-def power_of_two(n: int) -> int:
-    """Return the least power of two >= n."""
-    return 1 << (n - 1).bit_length()
 
 
 # Numbers
