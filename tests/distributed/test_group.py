@@ -19,6 +19,11 @@ ERROR = (
         ),
         ("ncclInvalidUsage", "Last error:\nDuplicate GPU\n detected", "Duplicate GPU detected"),
         ("ncclUnhandledCudaError", "", "ncclUnhandledCudaError"),
+        (
+            "ncclUnhandledCudaError",
+            "Last error:\nCuda failure 217 'peer access is not supported'",
+            "Cuda failure 217 'peer access is not supported'",
+        ),
         ("ncclRemoteError", "Last error:\nsocket closed", None),
         ("ncclSystemError", "Last error:\nconnect returned Connection refused", None),
         ("ncclSystemError", "Last error:\nclosed by remote peer", None),

@@ -302,7 +302,7 @@ def compile_experts() -> None:
         ("rows", 32, 128, False),
         ("rows", 128, 128, True),
         ("blocks", 8, 128, True),
-        ("blocks", 128, 128, False),
+        ("blocks", 64, 128, False),
         ("integers", 8, 256, False),
         ("integers", 64, 256, True),
         ("mxfp4", 8, 128, False),
@@ -341,14 +341,15 @@ def compile_tile_of_experts(
     weights |= {"x_ptr": "*fp8e4nv"} if quantized else {}
     words = {"integers": 64, "mxfp4": 32}.get(form, 0)
     rows = 64 if is_few else 256 if form == "plain" else 128
-    shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": 4 if is_few else 3}
+    warps, stages = (4, 4) if is_few or form == "blocks" else (8, 3)
+    shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": stages}
     shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "QUANTIZED": quantized}
     shape |= {"FORMAT": form, "WORDS": words, "GROUP": 128, "SHIFTED": form == "integers"}
     up = {"KIND": "clamped_swiglu", "INTERLEAVED": form == "mxfp4"}
     kernel, rest = expert_kernels.up_kernel, up
     if is_down:
         kernel, rest = expert_kernels.down_kernel, {"FETCHED": 4, "LINE": 64}
-    title, warps = f"{tokens} pairs of an expert, {form}", 4 if is_few else 8
+    title = f"{tokens} pairs of an expert, {form}"
     compile_kernel(title, kernel, weights, chosen | shape | rest, warps, 3)
 
 

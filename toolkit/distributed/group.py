@@ -204,4 +204,4 @@ def nccl_problem(message: str) -> str | None:
     if kind is None or kind[0] == "ncclRemoteError":
         return None
     last = " ".join(message.partition("Last error:")[2].split()) or kind[0]
-    return None if re.search("connect|connection|peer|timed out", last, re.IGNORECASE) else last
+    return None if re.search("connect|remote peer|timed out", last, re.IGNORECASE) else last
