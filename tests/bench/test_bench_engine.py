@@ -242,9 +242,10 @@ class TestModelFolders:
         )
         assert list(done.outputs[0].token_ids) == expected[0, 3:].tolist()
 
-    def test_weights_are_created_only_for_named_models(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(sys, "argv", ["models", "--weights", str(tmp_path)])
+    @pytest.mark.parametrize("flag", ["--weights", "--int4"])
+    def test_weights_are_created_only_for_named_models(self, tmp_path, monkeypatch, capsys, flag):
+        monkeypatch.setattr(sys, "argv", ["models", flag, str(tmp_path)])
         with pytest.raises(SystemExit):
             models.main()
-        assert "--weights needs names" in capsys.readouterr().err
+        assert "need names" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []

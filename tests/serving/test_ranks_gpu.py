@@ -72,6 +72,8 @@ def test_streams_survive_on_gpus(
     server.await_health()
     again = asyncio.run(streamed(server, BODIES, None))
     assert [a.text for a in again] == reference.texts(PROMPTS, TOKENS)
+    if before == 0:
+        pytest.skip("NVML does not show the memory of processes here")
     assert used_bytes(server) <= 1.1 * before
 
 

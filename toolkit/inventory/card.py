@@ -133,6 +133,8 @@ def _quantization(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         if packing is not None:
             is_expert = one.kind == "expert"
             counts[str(on_device(packing.layout, on_gpu=on_gpu, is_expert=is_expert))] += 1
+    if not counts:
+        return []
     layouts = "; ".join(layout for layout, _ in counts.most_common())
     return [("in memory", f"{layouts} ({packings.method})")]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 HALF_MAX = 65504.0
+RANDOM_CHUNK = 2**24  # elements that are filled at a time: their copies take little memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +141,10 @@ def fill_randomly_(values: torch.Tensor, bits: int, generator: torch.Generator) 
 
     Else the weights' mean would not be 0, and the outputs of few layers alike for all tokens. Of 4
     bits, 0 becomes the middle; of 8, it changes little."""
-    smallest, largest = torch.iinfo(values.dtype).min, torch.iinfo(values.dtype).max
-    values.random_(smallest, largest + 1, generator=generator)
-    if bits == 4:
-        ones = int("1" * (2 * values.itemsize), 16)
-        used = values | (values >> 1) | (values >> 2) | (values >> 3)
-        values |= (~used & ones) << 3
+    limits = torch.iinfo(values.dtype)
+    ones = int("1" * (2 * values.itemsize), 16)
+    for part in torch.split(values.view(-1), RANDOM_CHUNK):
+        part.random_(limits.min, limits.max + 1, generator=generator)
+        if bits == 4:
+            used = part | (part >> 1) | (part >> 2) | (part >> 3)
+            part |= (~used & ones) << 3

@@ -213,7 +213,9 @@ class Worker:
             f"a KV cache of {of_blocks} and {swap} of swap space", setup.device, advice
         ):
             self.runner = factory.make(size)
-        if drop_graphs_that_wait(self.runner):
+        with setup.explain_lack_for_steps():
+            waits = drop_graphs_that_wait(self.runner)
+        if waits:
             logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")
         self.info = describe_worker(setup, loaded, backend, size, block_bytes)
         overridden = self.config.cache.num_gpu_blocks_override is not None

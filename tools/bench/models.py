@@ -263,7 +263,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if (args.weights or args.int4) and not args.names:
-        parser.error("weights need names: those of all models together take 160 GB")
+        parser.error("--weights and --int4 need names: those of all models together take 160 GB")
     for name in args.names or CONFIGS:
         if name not in CONFIGS:
             parser.error(f"unknown model {name!r}; choose from {', '.join(CONFIGS)}")
