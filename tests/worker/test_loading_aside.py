@@ -7,6 +7,8 @@ import gc
 import shutil
 import threading
 import weakref
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from toolkit.models.build import build_model, load_config
 from toolkit.weights.loader import find_weights
 from toolkit.weights.safetensors import read_buffered, read_header, read_mapped
 from toolkit.weights.slots import Slot
-from toolkit.worker.startup import runners
+from toolkit.worker.startup import cache_sizing, runners
 from toolkit.worker.startup.loading import Loading
 from toolkit.worker.startup.phases import Phases
 from toolkit.worker.worker import Worker
@@ -144,3 +146,25 @@ def test_the_weights_phase_on_a_cpu_ends_when_they_are_loaded(checkpoint, monkey
     )
     Worker(config, checkpoint("gpt2")).start(lambda phase, seconds: events.append(phase))
     assert events == ["config", "weights", "backend", "KV cache"]
+
+
+def test_graphs_are_chosen_after_loading(monkeypatch):
+    """The thread that reads weights waits for the GPU too, and PyTorch watches all threads."""
+    done: list[str] = []
+
+    class Recorded:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> object:
+            return lambda *_, **more: done.append(name) or 0
+
+    monkeypatch.setattr(cache_sizing, "WarmUp", Recorded)
+    monkeypatch.setattr(cache_sizing, "drop_graphs_that_wait", lambda _: done.append("drop"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 1))
+    runner = SimpleNamespace(backend=SimpleNamespace(is_capturable=True))
+    setup, info = MagicMock(), SimpleNamespace(cache_bytes=0)
+    setup.config.cache.gpu_memory_utilization = 0.9
+    cache_sizing.measure_room(setup, runner, info, lambda: done.append("loaded"))
+    steps = ["compile", "loaded", "drop", "choose_products", "peak_bytes", "graph_bytes"]
+    assert done == steps
