@@ -17,6 +17,7 @@ from toolkit import LLM
 from toolkit.config import ModelConfig
 from toolkit.distributed import Group, Shard, parallel
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.inventory.checkpoint import read_folder
 from toolkit.kernels.switch import only_pytorch
 from toolkit.layers import Linear
 from toolkit.models.build import build_model, load_config
@@ -89,6 +90,14 @@ CUT = {
     "gptq-4bit-g128",
 }
 """Checkpoints with groups of 128 columns where a rank has 64."""
+
+
+@each
+def test_parameters_are_those_of_the_dequantized_model(folder):
+    llm = LLM(str(folder), device="cpu", max_num_seqs=1)
+    llm.shutdown()
+    assert llm.info.num_parameters == llm.info.model_parameters
+    assert llm.info.num_parameters == read_folder(folder, "quantized").num_parameters
 
 
 @each

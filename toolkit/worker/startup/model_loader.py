@@ -1,5 +1,6 @@
 """Builds the model with its adapters, and loads its weights."""
 
+import copy
 import logging
 import threading
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from toolkit.models.build import build_model
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Model
+from toolkit.models.model_config import ArchitectureConfig
 from toolkit.weights.loader import find_weights
 from toolkit.worker.adapter_reading import max_lora_rank
 from toolkit.worker.startup.loading import Fill, Loading
@@ -53,9 +55,10 @@ class ModelLoader:
             names = [slot.rpartition(".")[0] for slot in sketch.slots()]
             layouts = packings.layouts(dict.fromkeys(names))
             logger.info("weights quantized by %s: %s", packings.method, layouts)
-        num_parameters = model_parameters = _num_parameters(sketch)
+        num_parameters = model_parameters = self._count_parameters(sketch, place.stage, place.group)
         if place.world.size > 1:
-            model_parameters = _num_parameters(self._sketch(SINGLE_STAGE, SINGLE))
+            unsharded = self._sketch(SINGLE_STAGE, SINGLE)
+            model_parameters = self._count_parameters(unsharded, SINGLE_STAGE, SINGLE)
         self._require_room(sketch.nbytes, drafter_bytes)
         with setup.explain_lack_for_weights():
             model = self._build(setup.device, setup.max_model_len, place.stage, place.group)
@@ -87,12 +90,29 @@ class ModelLoader:
         """Build a model without memory."""
         return self._build(torch.device("meta"), 1, stage, group)
 
-    def _build(self, device: torch.device, max_model_len: int, stage: Stage, group: Group) -> Model:
+    def _count_parameters(self, sketch: Model, stage: Stage, group: Group) -> int:
+        """Count this part's parameters. Quantized weights have no slots of one value for each."""
+        config = self._setup.model_config
+        if config.packings is not None:
+            plain = copy.copy(config)
+            plain.packings = None
+            sketch = self._build(torch.device("meta"), 1, stage, group, plain)
+        return sum(part.target.numel() for slot in sketch.slots().values() for part in slot.parts)
+
+    def _build(
+        self,
+        device: torch.device,
+        max_model_len: int,
+        stage: Stage,
+        group: Group,
+        model_config: ArchitectureConfig | None = None,
+    ) -> Model:
+        """Build a part of the model. `model_config`: other than that of the settings."""
         setup, config = self._setup, self._setup.config
         splits_experts = not config.parallel.enable_expert_parallel
         with parallel(group, stage, splits_experts=splits_experts):
             return build_model(
-                setup.model_config,
+                model_config or setup.model_config,
                 device=device,
                 dtype=setup.dtype,
                 max_model_len=max_model_len,
@@ -141,7 +161,3 @@ class ModelLoader:
             fill(stop)
             if self._setup.config.cache.kv_cache_dtype == "fp8" and isinstance(model, Decoder):
                 scale_cache(model)
-
-
-def _num_parameters(model: Model) -> int:
-    return sum(part.target.numel() for slot in model.slots().values() for part in slot.parts)
