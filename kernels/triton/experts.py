@@ -124,10 +124,13 @@ class Operand(NamedTuple):
 
 
 class Layer:
-    """A layer of experts. It checks and describes its weights once, not at each call."""
+    """Computes the weighted sum of a token's experts: down(act(gate x) * up x).
+
+    up: `2 * size` rows of `hidden`, gate's, then up's, or in turn if `interleaved`; down: `hidden`
+    rows of `size`; all contiguous. They are checked and described once, not at each call."""
 
     def __init__(self, up: Stack, down: Stack, activation: str, interleaved: bool = False) -> None:
-        """Take the weights of `experts`. Raises ValueError for an unknown activation."""
+        """Raises ValueError for an unknown activation."""
         if activation not in GATES:
             check_kind(activation)
         self._up = Operand.of(up, down.values.shape[-2])
@@ -142,7 +145,11 @@ class Layer:
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, tiles: Tiles | None = None
     ) -> Tensor:
-        """Compute `experts`. Raises ValueError for other shapes and types."""
+        """Return the sums in fp32, rounded to the type of x: `[num_tokens, hidden]`.
+
+        x: `[num_tokens, hidden]`; ids: int32 `[num_tokens, num_chosen]`, each token's experts,
+        which differ, or -1 for none; weights: fp32, like ids. All contiguous. A token without
+        experts gets 0. Raises ValueError for other shapes and types, of the weights too."""
         chosen = Chosen(ids, weights)
         if x.dtype not in self._types:
             _check_weights(self._up, self._down, x.dtype)
@@ -251,27 +258,6 @@ class Layer:
             launch_pdl=pdl,
             num_warps=4,
         )
-
-
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Stack,
-    down: Stack,
-    activation: str,
-    interleaved: bool = False,
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """Return the weighted sum of what each token's experts compute: down(act(gate x) * up x).
-
-    x: `[num_tokens, hidden]`; ids: int32 `[num_tokens, num_chosen]`, each token's experts, which
-    differ, or -1 for none; weights: fp32, like ids; up: `2 * size` rows of `hidden`, gate's, then
-    up's, or in turn if `interleaved`; down: `hidden` rows of `size`. All contiguous. Sums are in
-    fp32. A token without experts gets 0. Returns `[num_tokens, hidden]`.
-
-    Raises ValueError for other shapes and types, and an unknown activation."""
-    return Layer(up, down, activation, interleaved)(x, ids, weights, tiles)
 
 
 def format_of(weight: Stack, columns: int) -> Format:

@@ -91,6 +91,9 @@ def test_layers_equal_those_of_transformers(triton, device, name, tokens):
         expected = expected - made.shared_experts(x)
     assert expected.norm() > 0.1 * x.norm()
     torch.testing.assert_close(computed(reference, made, how, x), expected, rtol=1e-4, atol=1e-4)
-    kernels = SimpleNamespace(route=routing.route, experts=experts.experts)
+    kernels = SimpleNamespace(
+        route=routing.route,
+        experts=lambda x, ids, weights, *layer: experts.Layer(*layer)(x, ids, weights),
+    )
     y = computed(kernels, made.to(device), how, x.to(device))
     torch.testing.assert_close(y.cpu(), expected, rtol=1e-4, atol=1e-4)

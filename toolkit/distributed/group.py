@@ -162,7 +162,7 @@ def connect(rank: int, size: int, rendezvous: Path | str, device: torch.device) 
             "start the model in another process."
         )
     cuda = device.type == "cuda"
-    # Stages only send or only receive, so that their order is that of all other operations.
+    # Stages send and receive in the order of their steps anyway, so one after the other is right.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     store: Store

@@ -80,7 +80,7 @@ SHAPES = (
 
 
 class Weights(NamedTuple):
-    """The weights of a layer: arguments of `experts`."""
+    """The weights of a layer: arguments of `experts.Layer`."""
 
     up: Stack
     down: Stack
@@ -152,7 +152,7 @@ def steps(shape: Shape, num_tokens: int, layers: list[Weights]) -> list[Step]:
 
 def ours(step: Step, how: Routing, tiles: Tiles | None = None) -> Tensor:
     ids, weights = routing.route(step.logits, how)
-    return experts.experts(step.x, ids, weights, **step.weights._asdict(), tiles=tiles)
+    return experts.Layer(*step.weights)(step.x, ids, weights, tiles)
 
 
 def library(step: Step, how: Routing) -> Tensor:
