@@ -104,15 +104,39 @@ def fp8_product(
     """Return `product` with the weight W * scale. weight: FP8; scale: fp32, one per row.
 
     Products of few rows are bound by reading the weight: they leave x in 16 bits, which costs
-    nothing and is more exact. For many rows x is quantized too, with a scale for each token, for
-    the FP8 rate of the tensor cores."""
+    nothing and is more exact. For more rows x is quantized too, with a scale for each token, and
+    for each 128 columns in our own kernel, for the FP8 rate of the tensor cores."""
     if len(x) <= fp8.TOKENS or any(size % ALIGNMENT for size in weight.shape):
         delta = _shrink(x, factors)
         return fp8.linear(x, weight, scale, bias, activation, gated, delta=delta)
+    if len(x) <= linear.MAX_TOKENS:
+        return _rounded_product(x, weight, scale, bias, activation, gated, None, factors)
     y = scaled_product(*fp8.quantize(x), weight, scale, bias, x.dtype)
     if factors is not None:
         y += lora.delta(x, factors)
     return _finish(y, None, activation, gated)
+
+
+def _rounded_product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    gated: bool,
+    out: Tensor | None,
+    factors: Factors | None,
+) -> Tensor:
+    """Return `product` of x with a scale for each token and 128 columns, in our own kernel."""
+    if out is None:
+        size = weight.shape[0] // 2 if gated else weight.shape[0]
+        out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
+    rows, row_scales = fp8_matmul.quantize(x)
+    # `shrink` is the last kernel before the product, which reads x when that releases it.
+    delta = _shrink(x, factors)
+    return fp8_matmul.linear(
+        rows, row_scales, weight, scale, bias, activation, gated, out, delta=delta
+    )
 
 
 def scaled_product(
@@ -164,15 +188,7 @@ def fp8_block_product(
         if factors is not None:
             y += lora.delta(x, factors)
         return _finish(y, bias, activation, gated, out)
-    if out is None:
-        size = weight.shape[0] // 2 if gated else weight.shape[0]
-        out = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
-    rows, row_scales = fp8_matmul.quantize(x)
-    # `shrink` is the last kernel before the product, which reads x when that releases it.
-    delta = _shrink(x, factors)
-    return fp8_matmul.linear(
-        rows, row_scales, weight, scale, bias, activation, gated, out, delta=delta
-    )
+    return _rounded_product(x, weight, scale, bias, activation, gated, out, factors)
 
 
 def _library_multiplies_blocks(device: torch.device, shape: torch.Size) -> bool:

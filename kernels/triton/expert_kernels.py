@@ -93,7 +93,7 @@ def up_kernel(
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     SHIFTED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    PARTS: tl.constexpr,
     BIASED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
@@ -141,13 +141,13 @@ def up_kernel(
         SHIFTED,
         STAGES,
         EVEN,
-        QUANTIZED,
+        PARTS,
         FEW,
     )
     release(PDL)
     if FORMAT == "rows":
         acc *= tl.load(scale_ptr + row)[None, :]
-    if QUANTIZED and FORMAT == "rows":
+    if PARTS == 1 and FORMAT == "rows":
         acc *= tl.load(x_scale_ptr + token, mask=live, other=0.0)[:, None]
     if BIASED:
         acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
@@ -192,7 +192,7 @@ def down_kernel(
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     SHIFTED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    PARTS: tl.constexpr,
     BIASED: tl.constexpr,
     FETCHED: tl.constexpr,
     LINE: tl.constexpr,
@@ -247,14 +247,14 @@ def down_kernel(
         SHIFTED,
         STAGES,
         EVEN,
-        QUANTIZED,
+        PARTS,
         FEW,
     )
     if not FEW:
         release(PDL)
     if FORMAT == "rows":
         acc *= tl.load(scale_ptr + row)[None, :]
-    if QUANTIZED and FORMAT == "rows":
+    if PARTS == 1 and FORMAT == "rows":
         acc *= tl.load(x_scale_ptr + pair, mask=live, other=0.0)[:, None]
     if BIASED:
         acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]

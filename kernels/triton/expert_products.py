@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .epilogue import dot
+from .fp8_matmul import SECOND
 from .grouped import unpack_int4, unpack_int8
 from .matmul import BLOCK, like, load_once
 from .mxfp4 import product as mxfp4_product
@@ -86,13 +87,15 @@ def _block_product(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Multiply by FP8 with a scale for each block. A step is one of its blocks, or a part.
+    """Multiply by FP8 in steps of a block of 128 columns, or a part of it.
 
-    scales: pointers to those of each row's first block; x_scales: the same for x, whose scales of a
-    block are adjacent, `x_count` of them."""
-    WEIGHT_FIRST: tl.constexpr = not QUANTIZED or live.shape[0] < 64
+    SCALED: the weight has scales of blocks, at `scales` for each row's first one; x_scales: those
+    of x, whose scales of a block are adjacent, `x_count` of them. The second part of x is as many
+    rows after the first."""
+    WEIGHT_FIRST: tl.constexpr = PARTS != 1 or live.shape[0] < 64
     column = tl.arange(0, COLUMNS)[None, :]
     if WEIGHT_FIRST:
         zero = tl.zeros([rows.shape[0], live.shape[0]], tl.float32)
@@ -105,17 +108,22 @@ def _block_product(
         weight = load_once(rows[:, None] + at, inside, EVEN)
         in_x = live[:, None] if EVEN else live[:, None] & inside
         x = tl.load(x_rows[:, None] + at, mask=in_x, other=0.0)
-        scale = tl.load(scales + start // BLOCK)
-        if QUANTIZED:
-            x_scale = tl.load(x_scales + start // BLOCK * x_count, mask=live, other=0.0)
-        else:
+        if PARTS == 0:
             weight = like(weight, x.dtype)
-        if not WEIGHT_FIRST:
-            acc += scale[None, :] * x_scale[:, None] * dot(x, weight, zero)
-        elif QUANTIZED:
-            acc += scale[:, None] * x_scale[None, :] * dot(weight, x, zero)
+        if WEIGHT_FIRST:
+            sums = dot(weight, x, zero)
         else:
-            acc += scale[:, None] * dot(weight, x, zero)
+            sums = dot(x, weight, zero)
+        if PARTS == 2:
+            second = tl.load(x_rows[:, None] + x_count * in_features + at, mask=in_x, other=0.0)
+            sums += dot(weight, second, zero) * (1.0 / SECOND)
+        if PARTS:
+            x_scale = tl.load(x_scales + start // BLOCK * x_count, mask=live, other=0.0)
+            sums *= x_scale[None, :] if WEIGHT_FIRST else x_scale[:, None]
+        if SCALED:
+            scale = tl.load(scales + start // BLOCK)
+            sums *= scale[:, None] if WEIGHT_FIRST else scale[None, :]
+        acc += sums
     if WEIGHT_FIRST:
         acc = tl.trans(acc)
     return acc
@@ -208,13 +216,14 @@ def product(
     SHIFTED: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    PARTS: tl.constexpr,
     FEW: tl.constexpr,
 ):
     """Multiply rows of x by rows of a weight of this format (`experts.Format`).
 
     rows, first: of `first_rows`; step_rows: rows from a step to the next one; x_rows, x_scales,
-    live: of each row of x, pointers and whether it exists."""
+    live: of each row of x, pointers and whether it exists; PARTS: FP8 numbers whose sum is one of
+    x, 0 if that is in 16 bits."""
     if FORMAT == "mxfp4":
         acc = mxfp4_product(
             rows, scale_ptr + first, step_rows, x_rows, live, in_features, STAGES, EVEN
@@ -234,7 +243,7 @@ def product(
             SHIFTED,
             STAGES,
         )
-    elif FORMAT == "blocks":
+    elif FORMAT == "blocks" or PARTS == 2:
         scales = scale_ptr + first // BLOCK * tl.cdiv(in_features, BLOCK)
         acc = _block_product(
             rows,
@@ -247,7 +256,8 @@ def product(
             COLUMNS,
             STAGES,
             EVEN,
-            QUANTIZED,
+            PARTS,
+            FORMAT == "blocks",
         )
     else:
         acc = _plain_product(
@@ -259,7 +269,7 @@ def product(
             STAGES,
             EVEN,
             FORMAT == "rows",
-            QUANTIZED,
+            PARTS == 1,
             FEW,
         )
     return acc

@@ -6,8 +6,9 @@ tokens that chose it. For more, `routing.arrange` lists blocks of tokens of one 
 device; programs past the last block return. Results do not depend on the order of programs: each
 product of a token and an expert is stored, and a token's are summed in the order of its choices.
 
-FP8 weights are converted in registers and x stays in 16 bits, unless blocks are large: then x is
-quantized too, as in `products.fp8_product`. MXFP4 and integers are always converted.
+FP8 weights are multiplied as they are. Of few tokens x is split into two FP8 numbers, which are
+bf16 exactly, of more it is quantized, as in `products.fp8_product`. For fp16 they are converted in
+registers, as MXFP4 and integers always are.
 
 A pair is a token and one of its experts: `token * num_chosen + choice`. Rows of the gated product
 and of the one after it are in the order of pairs."""
@@ -29,6 +30,7 @@ from .expert_kernels import down_kernel, sum_kernel, up_kernel
 from .expert_vectors import vector_down_kernel, vector_up_kernel
 from .fp8 import FP8, quantize
 from .fp8_matmul import quantize as quantize_blocks
+from .fp8_matmul import split
 from .matmul import shared_memory
 from .pdl import supported
 from .routing import Blocks, arrange
@@ -211,7 +213,7 @@ class Layer:
         constants = self._of_tiles.get(key)
         if constants is None:
             of_up, of_down = (
-                _tile_constants(tile, one, x.itemsize, tiles.quantizes_x, num_chosen, is_few)
+                _tile_constants(tile, one, _num_parts(x, one, tiles), x, num_chosen, is_few)
                 for tile, one in ((tiles.up, up), (tiles.down, down))
             )
             constants = of_up, of_down | _fetched(tiles.down, down.stack, pdl)
@@ -420,15 +422,23 @@ def _vector_constants(operand: Operand, choices: int) -> Constants:
     }
 
 
+def _num_parts(x: Tensor, operand: Operand, tiles: Tiles) -> int:
+    """Return how many FP8 numbers stand for each of x; 0: x stays in 16 bits."""
+    if not operand.is_fp8:
+        return 0
+    if tiles.quantizes_x:
+        return 1
+    return 2 if x.dtype == torch.bfloat16 else 0
+
+
 def _tile_constants(
-    tile: Tile, operand: Operand, itemsize: int, quantizes_x: bool, num_chosen: int, is_few: bool
+    tile: Tile, operand: Operand, parts: int, x: Tensor, num_chosen: int, is_few: bool
 ) -> Constants:
-    """Return the constant arguments that the kernels of both products have. itemsize: of x."""
+    """Return the constant arguments that the kernels of both products have."""
     values, form = operand.stack.values, operand.form
-    quantized = operand.is_fp8 and quantizes_x
     columns = form.columns or tile.columns
     numbers = (form.words or columns) * tile.rows * values.itemsize
-    step = columns * tile.tokens * (1 if quantized else itemsize) + numbers
+    step = columns * tile.tokens * (parts or x.itemsize) + numbers
     return {
         "CHOSEN": num_chosen,
         "CHOICES": triton.next_power_of_2(num_chosen),
@@ -442,7 +452,7 @@ def _tile_constants(
         "WORDS": form.words,
         "GROUP": form.group,
         "SHIFTED": operand.stack.offset is not None,
-        "QUANTIZED": quantized,
+        "PARTS": parts,
         "BIASED": operand.stack.bias is not None,
         "num_warps": tile.warps,
     }
@@ -457,8 +467,11 @@ def _fetched(tile: Tile, weight: Stack, pdl: bool) -> Constants:
 
 def _rows(x: Tensor, operand: Operand, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Return rows of x as the operand's kernel takes them, and their scales, if there are any."""
-    if not operand.is_fp8 or not tiles.quantizes_x:
+    parts = _num_parts(x, operand, tiles)
+    if parts == 0:
         return x, x
+    if parts == 2:
+        return split(x)
     return quantize(x) if operand.form.kind == "rows" else quantize_blocks(x)
 
 

@@ -50,6 +50,7 @@ from .matmul import (
 from .pdl import fetch, release, supported, wait
 
 FETCHED = 2  # steps of the weight to prefetch
+SECOND = tl.constexpr(16.0)  # factor of the second part of a number
 NEIGHBORS = tl.constexpr(8)  # tiles of tokens whose programs run next to each other
 
 
@@ -95,6 +96,34 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, scales.T
 
 
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (FP8 `[2, num_tokens, size]`, fp32 scales `[num_tokens, blocks of columns]`) of x.
+
+    A block of a row is (first + second / SECOND) * scale, a power of two. That is exact for bf16,
+    whose eight digits the two have, but for numbers of less than 2^-14 of the block's maximum. x
+    and scales: as in `quantize`."""
+    if not x.is_contiguous():
+        raise ValueError("x must be contiguous")
+    num_tokens, size = x.shape
+    blocks = -(-size // FP8_BLOCK)
+    out = torch.empty((2, num_tokens, size), dtype=FP8, device=x.device)
+    scales = torch.empty((blocks, num_tokens), dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(blocks)
+    pdl = supported(x.device)
+    if num_tokens:
+        _split_kernel[(num_tokens,)](
+            x,
+            out,
+            scales,
+            size,
+            BLOCKS=padded,
+            PDL=pdl,
+            launch_pdl=pdl,
+            num_warps=max(1, min(16, padded // 4)),
+        )
+    return out, scales.T
+
+
 def linear(
     x: Tensor,
     x_scale: Tensor,
@@ -110,7 +139,7 @@ def linear(
 ) -> Tensor:
     """Write act(x Wᵀ + b), or act(gate) * up, into `out` and return it.
 
-    x, x_scale: of `quantize`; weight, scale: as in `fp8.linear`, in blocks; out: `[num_tokens,
+    x, x_scale: of `quantize`; weight, scale: as in `fp8.linear`; out: `[num_tokens,
     size]`, contiguous, in 16 bits. `delta` is added before bias, activation and gate.
 
     NOTE: on Hopper the kernel reads the weight before the kernel ahead of it ends, like
@@ -125,8 +154,8 @@ def linear(
     if not x.is_contiguous() or not weight.is_contiguous() or weight.shape[1] != in_features:
         raise ValueError("x and the weight must be contiguous and have the same columns")
     blocks = -(-in_features // FP8_BLOCK)
-    if x_scale.shape != (num_tokens, blocks) or not x_scale.T.is_contiguous() or scale.dim() != 2:
-        raise ValueError(f"x needs {blocks} scales for each row, the weight one for each block")
+    if x_scale.shape != (num_tokens, blocks) or not x_scale.T.is_contiguous():
+        raise ValueError(f"x needs {blocks} scales for each row")
     check_scales(scale, weight, gated)
     tile = tile or best_tile(num_tokens, num_rows, in_features)
     stages = min(tile.stages, shared_memory(x.device) // (FP8_BLOCK * (tile.tokens + tile.rows)))
@@ -162,6 +191,7 @@ def linear(
         STAGES=max(1, stages),
         FETCHED=FETCHED if pdl else 0,
         EVEN=in_features % FP8_BLOCK == 0,
+        BLOCKED=scale.dim() == 2,
         BIASED=bias is not None,
         KIND=activation or "",
         GATED=gated,
@@ -208,6 +238,29 @@ def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, BLOCKS: tl.constexpr, PDL:
 
 
 @triton.jit
+def _split_kernel(x_ptr, out_ptr, scale_ptr, size, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """Split one row, held in registers. The maximum of a block becomes 128 to 256."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at = row * size + column
+    wait(PDL)
+    release(PDL)
+    x = tl.load(x_ptr + at, mask=column < size, other=0.0).to(tl.float32)
+    greatest = tl.maximum(tl.max(tl.abs(x), 1), MIN_GREATEST)
+    exponent = (greatest.to(tl.int32, bitcast=True) >> 23) - 7  # biased, that of the scale
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    x *= inverse[:, None]
+    first = to_fp8(x)
+    second = to_fp8((x - first.to(tl.float32)) * SECOND)
+    tl.store(out_ptr + at, first, mask=column < size)
+    tl.store(out_ptr + tl.num_programs(0) * size + at, second, mask=column < size)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    scales = scale_ptr + block * tl.num_programs(0) + row
+    tl.store(scales, scale, mask=block < tl.cdiv(size, BLOCK))
+
+
+@triton.jit
 def _place(num_tokens, num_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr):
     """Return (tile of tokens, tile of the weight's rows) of a program."""
     token_tiles = tl.cdiv(num_tokens, TOKENS)
@@ -246,6 +299,7 @@ def _rounded_kernel(
     STAGES: tl.constexpr,
     FETCHED: tl.constexpr,
     EVEN: tl.constexpr,
+    BLOCKED: tl.constexpr,
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -266,7 +320,8 @@ def _rounded_kernel(
     rows = weight_ptr + row.to(tl.int64) * in_features + begin
     if FETCHED:
         fetch(rows[:, None] + tl.minimum(tl.arange(0, FETCHED) * BLOCK, left - 1)[None, :])
-        fetch_block_scales(scale_ptr, row, in_features)
+        if BLOCKED:
+            fetch_block_scales(scale_ptr, row, in_features)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     at_out, stored = tile_outputs(token.to(tl.int64), out_row, num_tokens, size)
     constants = load_constants(
@@ -277,7 +332,7 @@ def _rounded_kernel(
         row,
         out_row,
         size,
-        False,
+        not BLOCKED,
         BIASED,
         False,
         PARTED,
@@ -295,7 +350,10 @@ def _rounded_kernel(
         first_row = row_tile * ROWS
     scales = scale_ptr + first_row // BLOCK * blocks
     block = begin // BLOCK
-    scale = load_block_scales(scales, block, in_features)
+    if BLOCKED:
+        scale = load_block_scales(scales, block, in_features)
+    else:
+        scale = 1.0
     adapters = 0.0
     if RANK:
         index = load_places(place_ptr, token, num_tokens)
@@ -314,10 +372,13 @@ def _rounded_kernel(
         x = tl.load(x_rows + at, mask=in_x, other=0.0)
         # The scales of the next step come from a cache while this one is multiplied.
         block += 1
-        next_scale = load_block_scales(scales, block, in_features)
+        if BLOCKED:
+            next_scale = load_block_scales(scales, block, in_features)
+        else:
+            next_scale = 1.0
         in_next = live & (block < blocks)
         next_x_scale = tl.load(x_scales + block * num_tokens, mask=in_next, other=0.0)
-        if GATED:
+        if BLOCKED and GATED:
             halves = tl.broadcast_to(scale[:, None], [2, ROWS // 2])
             of_rows = tl.reshape(halves, [ROWS])
             of_rows = of_rows[:, None] if WEIGHT_FIRST else of_rows[None, :]
@@ -359,7 +420,7 @@ def _rounded_kernel(
         in_features,
         low_stride,
         0.0,
-        False,
+        not BLOCKED,
         BIASED,
         False,
         False,

@@ -97,6 +97,7 @@ EARLY = {
         with_adapters=("x_ptr",),
     ),
     "fp8_matmul._quantize_kernel": Early(),
+    "fp8_matmul._split_kernel": Early(),
     "fp8_matmul._rounded_kernel": Early(
         constant=("scale_ptr", "bias_ptr", "row_part_ptr", "block_ptr"),
         step=("place_ptr", "used_ptr"),

@@ -222,6 +222,7 @@ def compile_fp8() -> None:
     rounded = {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     blocks = {"BLOCKS": 32, "PDL": True}
     compile_kernel("quantize blocks", fp8_matmul._quantize_kernel, rounded, blocks, 8, 3)
+    compile_kernel("two FP8 parts", fp8_matmul._split_kernel, rounded, blocks, 8, 3)
     row = {"ROWS": 4, "COLUMNS": 2048, "EVEN": True, "BLOCKED": True, "BIASED": False}
     end = {"KIND": "silu", "GATED": True, "RANK": 0, "PARTED": False, "PDL": True}
     types = TILE_TYPES | fp8_type
@@ -231,6 +232,7 @@ def compile_fp8() -> None:
     compile_tile("FP8 blocks, gated", 16, 32, 4, 2, 1, GATED=True, KIND="silu", **blocks)
     compile_tile("FP8 blocks, odd columns", 64, 32, 8, 1, 1, EVEN=False, **blocks)
     compile_rounded("32 rows in FP8", 32, 64, 6, 4, 4)
+    compile_rounded("64 rows in FP8, no blocks", 64, 64, 6, 4, 1, BLOCKED=False, LATE=True)
     compile_rounded("64 rows in FP8 with adapters", 64, 64, 6, 4, 1, RANK=16)
     compile_rounded("100 rows in FP8", 64, 128, 3, 4, 1, BIASED=True)
     compile_rounded("many rows in FP8", 128, 128, 4, 8, 1)
@@ -242,7 +244,8 @@ def compile_rounded(
     name: str, tokens: int, rows: int, stages: int, warps: int, splits: int, **changes: object
 ) -> None:
     shape = {"TOKENS": tokens, "ROWS": rows, "STAGES": stages, "SPLITS": splits, "FETCHED": 2}
-    plain = {"EVEN": True, "BIASED": False, "KIND": "", "GATED": False, "LATE": False}
+    plain = {"EVEN": True, "BLOCKED": True, "BIASED": False}
+    plain |= {"KIND": "", "GATED": False, "LATE": False}
     constants = shape | plain | {"RANK": 0, "PARTED": False, "PDL": True} | changes
     types = TILE_TYPES | dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
     types["x_scale_ptr"] = "*fp32"
@@ -336,14 +339,14 @@ def compile_tile_of_experts(
     numbers = {"plain": "*bf16", "integers": "*u16", "mxfp4": "*i16"}.get(form, "*fp8e4nv")
     scales = {"plain": "*bf16", "integers": "*fp16", "mxfp4": "*i32"}.get(form, "*fp32")
     is_few = tokens <= experts.FEW_PAIRS
-    quantized = form in ("rows", "blocks") and not is_few
+    parts = (2 if is_few else 1) if form in ("rows", "blocks") else 0
     weights = types | {"weight_ptr": numbers, "scale_ptr": scales, "offset_ptr": "*fp32"}
-    weights |= {"x_ptr": "*fp8e4nv"} if quantized else {}
+    weights |= {"x_ptr": "*fp8e4nv"} if parts else {}
     words = {"integers": 64, "mxfp4": 32}.get(form, 0)
     rows = 64 if is_few else 256 if form == "plain" else 128
     warps, stages = (4, 4) if is_few or form == "blocks" else (8, 3)
     shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": stages}
-    shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "QUANTIZED": quantized}
+    shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "PARTS": parts}
     shape |= {"FORMAT": form, "WORDS": words, "GROUP": 128, "SHIFTED": form == "integers"}
     up = {"KIND": "clamped_swiglu", "INTERLEAVED": form == "mxfp4"}
     kernel, rest = expert_kernels.up_kernel, up

@@ -142,6 +142,35 @@ def test_quantize_in_groups_equals_reference(kernels, device, dtype, size):
     torch.testing.assert_close(rows.float(), expected_rows.float(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("size", [128, 300, 2048])
+def test_two_parts_are_bf16_exactly(kernels, device, size):
+    """Two parts lose digits only of numbers far below the greatest of their block."""
+    torch.manual_seed(0)
+    x = torch.randn(9, size, device=device)
+    x *= torch.exp2(12 * torch.rand(9, size, device=device))
+    block = torch.arange(size, device=device) // 128
+    x *= torch.exp2(40 * torch.rand(9, int(block[-1]) + 1, device=device) - 20)[:, block]
+    x[1], x[2, 0] = 0.0, 3e38
+    x = x.bfloat16().double()
+    (first, second), scales = kernels.fp8_matmul.split(x.bfloat16())
+    found = (first.double() + second.double() / 16) * scales.double()[:, block]
+    greatest = torch.stack([part.abs().amax(1) for part in x.split(128, 1)], 1)[:, block]
+    is_large = x.abs() >= greatest / 64
+    assert torch.equal(found[is_large], x[is_large])
+    assert bool(((found - x).abs() <= greatest / 2**21).all())
+
+
+@gpu
+@needs_gpu
+def test_two_parts_keep_nan_and_infinity(kernels, device):
+    x = torch.ones(2, 256, dtype=torch.bfloat16, device=device)
+    x[0, 5], x[1, 200] = NAN, float("inf")
+    (first, second), scales = kernels.fp8_matmul.split(x)
+    y = (first.float() + second.float() / 16) * scales.repeat_interleave(128, 1)
+    assert torch.equal(y.isnan(), x.isnan())
+    assert not bool(y[1, 200].isfinite())
+
+
 # x in 16 bits
 
 
@@ -249,6 +278,20 @@ def test_product_of_rounded_rows_is_exact(kernels, device, tile, tokens, size, c
     check(y, call.expected(x))
 
 
+@pytest.mark.parametrize("tokens", [17, 40, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_with_scales_of_rows(kernels, device, tokens, gated):
+    call = make(device, tokens, 192, 400, ("silu", gated, True))
+    scale = torch.rand(len(call.weight), device=device) / 20
+    dense = call.weight.double() * scale.double()[:, None]
+    delta = make_delta(kernels, call.x, len(call.weight), (2, -1, 0), parts=2)
+    call = call._replace(scale=scale, dense=dense)
+    y, x = run(kernels, call, delta=delta)
+    check(y, call.expected(x, delta=delta))
+    y = kernels.products.fp8_product(*call[:5], gated=gated)
+    check(y, call.expected(x))
+
+
 @pytest.mark.parametrize("rows", [1, 100, 200])
 @pytest.mark.parametrize("tokens", [20, 200])
 def test_last_tile_of_rows_may_be_smaller(kernels, device, rows, tokens):
@@ -338,7 +381,7 @@ def test_unsupported_inputs_are_errors(kernels, device):
         ({"weight": call.weight[:, :128]}, "same columns"),
         ({"x_scale": scales.contiguous()}, "needs 2 scales"),
         ({"x_scale": scales[:, :1]}, "needs 2 scales"),
-        ({"scale": call.scale[:, 0].contiguous()}, "needs 2 scales"),
+        ({"scale": call.scale[:, 0].contiguous()}, r"must be \[128\] or \[1, 2\]"),
         ({"scale": call.scale[:, :1]}, r"must be \[128\] or \[1, 2\]"),
         ({"gated": True}, "64 rows are no multiple of 128"),
         ({"activation": "swish"}, "not one of"),

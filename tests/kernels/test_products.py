@@ -68,12 +68,21 @@ def test_size_decides_the_kernel(products, monkeypatch, tokens, shape, dtype, ex
 
 
 @pytest.mark.parametrize(
-    ("tokens", "shape", "quantizes"),
-    [(16, (64, 64), False), (17, (64, 64), True), (17, (64, 40), False), (17, (24, 64), False)],
+    ("tokens", "shape", "kind"),
+    [
+        (16, (64, 64), "exact"),
+        (17, (64, 64), "blocks"),
+        (64, (64, 64), "blocks"),
+        (65, (64, 64), "tokens"),
+        (17, (64, 40), "exact"),
+        (65, (24, 64), "exact"),
+    ],
 )
-def test_size_decides_the_precision_of_rows(products, monkeypatch, tokens, shape, quantizes):
-    monkeypatch.setattr(products.fp8, "linear", lambda *_, **more: False)
+def test_size_decides_the_precision_of_rows(products, monkeypatch, tokens, shape, kind):
+    monkeypatch.setattr(products.fp8, "linear", lambda *_, **more: "exact")
     monkeypatch.setattr(products.fp8, "quantize", lambda x: (x, x))
-    monkeypatch.setattr(products, "scaled_product", lambda *_: True)
+    monkeypatch.setattr(products.fp8_matmul, "quantize", lambda x: (x, x))
+    monkeypatch.setattr(products.fp8_matmul, "linear", lambda *_, **more: "blocks")
+    monkeypatch.setattr(products, "scaled_product", lambda *_: "tokens")
     weight, x = torch.empty(shape, device="meta"), torch.empty(tokens, shape[1], device="meta")
-    assert products.fp8_product(x, weight, weight[:, 0]) == quantizes
+    assert products.fp8_product(x, weight, weight[:, 0]) == kind
