@@ -428,6 +428,8 @@ def _num_parts(x: Tensor, operand: Operand, tiles: Tiles) -> int:
         return 0
     if tiles.quantizes_x:
         return 1
+    if tiles.up.tokens <= 8:  # converting takes less time than splitting
+        return 0
     return 2 if x.dtype == torch.bfloat16 else 0
 
 

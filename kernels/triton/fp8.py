@@ -171,13 +171,20 @@ def _vector(
 def to_fp8(x):
     """Round fp32 to the nearest e4m3, ties to even, and clamp. NaN stays NaN."""
     x = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
-    if INTERPRETED:
-        # The interpreter truncates, but numbers with few digits pass unchanged. Adding 1.5 * 2^20
-        # times a number's power of two, and subtracting it, leaves 3 digits after the leading one.
-        exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
-        magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
-        x = (x + magic) - magic
+    if INTERPRETED:  # it truncates, but numbers with few digits pass unchanged
+        x = round_to_fp8(x)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def round_to_fp8(x):
+    """Return fp32 rounded to the nearest e4m3, ties to even, in fp32. x: at most 448.
+
+    Adding 1.5 * 2^20 times a number's power of two, and subtracting it, leaves 3 digits after the
+    leading one."""
+    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
+    magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    return (x + magic) - magic
 
 
 @triton.jit
