@@ -297,7 +297,7 @@ def best_tiles(num_tokens: int, num_chosen: int, up: Operand, down: Operand) -> 
     tokens = _best_pairs(num_tokens, num_chosen, len(up.stack.values), spare, largest)
     return Tiles(
         *(
-            _best_tile(one.form.kind, one.stack.values.itemsize, one.columns, tokens)
+            _best_tile(one.form.kind, one.stack.values.itemsize, one.columns, tokens, one is up)
             for one in (up, down)
         )
     )
@@ -315,9 +315,9 @@ def _best_pairs(
 
 
 @cache
-def _best_tile(kind: str, itemsize: int, in_features: int, tokens: int) -> Tile:
+def _best_tile(kind: str, itemsize: int, in_features: int, tokens: int, is_up: bool) -> Tile:
     if kind == "mxfp4":
-        return _best_mxfp4_tile(tokens)
+        return _best_mxfp4_tile(tokens, is_up)
     if kind in ("integers", "blocks"):
         return _best_scaled_tile(kind, in_features, tokens)
     if tokens <= FEW_PAIRS:
@@ -330,12 +330,13 @@ def _best_tile(kind: str, itemsize: int, in_features: int, tokens: int) -> Tile:
     return Tile(tokens, 256, columns, 4, 8)
 
 
-def _best_mxfp4_tile(tokens: int) -> Tile:
+def _best_mxfp4_tile(tokens: int, is_up: bool) -> Tile:
     if tokens <= FEW_PAIRS:
-        return Tile(tokens, 64, mxfp4.STEP, 4, 4)
+        rows, stages = (128, 3) if is_up and tokens > 8 else (64, 4)
+        return Tile(tokens, rows, mxfp4.STEP, stages, 4)
     if tokens == 64:
-        return Tile(tokens, 128, mxfp4.STEP, 3, 4)
-    return Tile(tokens, 256, mxfp4.STEP, 4, 8)
+        return Tile(tokens, 128, mxfp4.STEP, 3, 4) if is_up else Tile(64, 256, mxfp4.STEP, 4, 8)
+    return Tile(tokens, 256 if is_up else 128, mxfp4.STEP, 3, 8)
 
 
 def _best_scaled_tile(kind: str, in_features: int, tokens: int) -> Tile:

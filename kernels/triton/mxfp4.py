@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .epilogue import dot
+from .epilogue import beside, dot
 from .fp8 import INTERPRETED
 from .matmul import load_once
 
@@ -94,16 +94,17 @@ def product(
 
     rows, scales: pointers to each row's words and scales of the first step; num_rows: of a step;
     x_rows, live: pointers to rows of x, and whether they exist."""
-    column = tl.arange(0, GROUP)[None, :]
+    word = tl.arange(0, GROUP)[None, :]
+    column = tl.arange(0, STEP)[None, :]
     acc = tl.zeros([rows.shape[0], live.shape[0]], tl.float32)
     for start in tl.range(0, in_features, STEP, num_stages=STAGES):
         step = tl.cast(start // STEP, tl.int64) * num_rows
-        words = load_once(rows[:, None] + step * GROUP + column, True, True)
+        words = load_once(rows[:, None] + step * GROUP + word, True, True)
         exponents = tl.load(scales + step)
-        groups = numbers(words, exponents[:, None])
-        for group in tl.static_range(4):
-            at = start + group * GROUP + column
-            in_x = live[:, None] if EVEN else live[:, None] & (at < in_features)
-            x = tl.load(x_rows[:, None] + at, mask=in_x, other=0.0)
-            acc = dot(groups[group].to(x.dtype), x, acc)
+        a, b, c, d = numbers(words, exponents[:, None])
+        weight = beside(beside(a, b), beside(c, d)).to(x_rows.dtype.element_ty)
+        at = start + column
+        in_x = live[:, None] if EVEN else live[:, None] & (at < in_features)
+        x = tl.load(x_rows[:, None] + at, mask=in_x, other=0.0)
+        acc = dot(weight, x, acc)
     return tl.trans(acc)
