@@ -78,7 +78,9 @@ def test_streams_survive_on_gpus(
 
 
 def test_too_few_gpus_are_one_error(model: Path, tmp_path: Path) -> None:
-    process = Process("serve", str(model), *flags("tensor"), cwd=tmp_path, CUDA_VISIBLE_DEVICES="0")
+    process = Process(
+        "serve", str(model), "--port", "0", *flags("tensor"), cwd=tmp_path, CUDA_VISIBLE_DEVICES="0"
+    )
     assert process.wait() != 0
     assert "Traceback" not in process.stderr
     assert "--tensor-parallel-size 2 needs as many GPUs, and PyTorch sees 1 here" in process.stderr
@@ -86,7 +88,9 @@ def test_too_few_gpus_are_one_error(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_nccl_that_cannot_start_is_one_error(model: Path, tmp_path: Path, layout: str) -> None:
-    process = Process("serve", str(model), *flags(layout), cwd=tmp_path, NCCL_SOCKET_IFNAME="=none")
+    process = Process(
+        "serve", str(model), "--port", "0", *flags(layout), cwd=tmp_path, NCCL_SOCKET_IFNAME="=none"
+    )
     assert process.wait() != 0
     assert "Traceback" not in process.stderr
     assert process.stderr.count("NCCL cannot connect the GPUs") == 1
