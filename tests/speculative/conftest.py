@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.worker.stages import TwoStages
 from toolkit.attention.torch import TorchBackend
 from toolkit.kernels.table import Kernels
 from toolkit.scheduler.speculation import StepCosts
@@ -57,3 +58,11 @@ def rerun_graphs(gpu_runner: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr(TorchBackend, "is_capturable", True)
+
+
+@pytest.fixture
+def two_stages(gpu_runner: None, monkeypatch: pytest.MonkeyPatch):
+    """Have engines with two pipeline stages run both in this process."""
+    monkeypatch.setattr("toolkit.engine.llm.start_executor", TwoStages)
+    # It would run steps of one stage alone.
+    monkeypatch.setattr(WarmUp, "step_seconds", lambda *_: [])

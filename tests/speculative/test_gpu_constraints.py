@@ -116,8 +116,12 @@ def count_by_kind(log: StepLog) -> tuple[Counter[str], Counter[str]]:
 
 
 FEW_BLOCKS = {"num_gpu_blocks_override": 30}
+STAGES = {"pipeline_parallel_size": 2}
 CASES = {
     "lookup": ("ngram", "rerun_graphs", {}),
+    "lookup, stages": ("ngram", "rerun_graphs two_stages", STAGES),
+    "lookup, stages, swap": ("ngram", "two_stages", STAGES | FEW_BLOCKS | {"swap_space": 0.001}),
+    "lookup, stages, recomputation": ("ngram", "rerun_graphs two_stages", STAGES | FEW_BLOCKS),
     "lookup, swap": ("ngram", "gpu_runner", FEW_BLOCKS | {"swap_space": 0.001}),
     "lookup, no overlap": ("ngram", "gpu_runner", {"async_scheduling": False}),
     "model": ("draft_model", "rerun_graphs", {}),
@@ -132,8 +136,9 @@ def test_constrained_answers_are_those_without_drafts(
     request, gpu_runner, target, expected, tmp_path, case: str
 ):
     """Requests of all kinds in one batch, next to chunks of prompts."""
-    method, fixture, settings = CASES[case]
-    request.getfixturevalue(fixture)
+    method, fixtures, settings = CASES[case]
+    for fixture in fixtures.split():
+        request.getfixturevalue(fixture)
     config = speculation(method, target, tmp_path / "drafter")
     llm = LLM(str(target), **SETTINGS | settings, speculative_config=config)
     assert type(llm._core.executor._worker.runner).__name__ == "CudaRunner"

@@ -57,7 +57,10 @@ class CudaBatchState(BatchState):
         active: GPUActive | None = None,
         most_step_drafts: int = 0,
     ) -> None:
-        """active: LoRA adapters, if there are any. most_step_drafts: that a step verifies."""
+        """active: LoRA adapters, if there are any.
+
+        most_step_drafts: that a step verifies. 0 before the last pipeline stage, which gets all
+        lengths, tokens and drafts with the step."""
         super().__init__(num_rows + 1, max_model_len, block_size, device, processors)
         self._copy_runs, self._expand = kernels.copy_runs, kernels.expand_inputs
         self._staging = Staging(device)

@@ -63,8 +63,6 @@ def check(setup: Setup) -> Speculation | None:
         problem = f"{name} generates no text"
     elif setup.device.type != "cpu" and setup.place.kernels is None:
         problem = "on GPUs it needs the package triton"
-    elif setup.device.type != "cpu" and config.parallel.pipeline_parallel_size > 1:
-        problem = "on GPUs it does not support --pipeline-parallel-size"
     elif wanted.method != "ngram" and config.parallel.pipeline_parallel_size > 1:
         problem = f"the method {wanted.method} does not support --pipeline-parallel-size"
     if problem is not None:

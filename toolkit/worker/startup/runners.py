@@ -114,19 +114,21 @@ class RunnerFactory:
             kernels,
             self._processors,
             active,
-            policy.most_step_drafts,
+            policy.most_step_drafts if setup.place.stage.is_last else 0,
         )
         return CudaRunner(self._model, self.backend, cache, state, kernels, policy)
 
     def _add_drafter(self, runner: ModelRunner, wanted: Speculation, size: CacheSize) -> None:
         """Have steps verify drafts."""
         state, loaded = runner.state, self._drafter
-        if isinstance(runner, CudaRunner) and not runner.state.verifies:
+        if isinstance(runner, CudaRunner) and not runner.policy.most_step_drafts:
             raise drafters.no_room_error(runner.policy)
         if loaded is None:
+            if not self._setup.place.stage.is_last:
+                return
             if isinstance(runner, CudaRunner):
                 runner.lookup = DeviceLookup(wanted, runner.kernels, runner.state)
-            elif self._setup.place.stage.is_last:
+            else:
                 runner.drafter = NgramDrafter(wanted, state.token_ids.numpy(), state.lengths)
             return
         spare = loaded.spare_blocks(self._block_size)

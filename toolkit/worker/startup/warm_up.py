@@ -151,10 +151,10 @@ class WarmUp:
 
         Each as (requests, seconds), rising."""
         runner = self._runner
-        if not isinstance(runner, CudaRunner) or not runner.state.verifies:
+        if not isinstance(runner, CudaRunner):
             return [], []
         policy = runner.policy
-        if not policy.captures:
+        if not policy.captures or not policy.most_step_drafts:
             return [], []
         plain = [shape for shape in policy.shapes if shape.max_query_len == 1]
         verifying = [policy.verify_shape(size) for size in policy.verify_sizes]
