@@ -336,7 +336,7 @@ def _best_mxfp4_tile(tokens: int, is_up: bool) -> Tile:
         return Tile(tokens, rows, mxfp4.STEP, stages, 4)
     if tokens == 64:
         return Tile(tokens, 128, mxfp4.STEP, 3, 4) if is_up else Tile(64, 256, mxfp4.STEP, 4, 8)
-    return Tile(tokens, 256 if is_up else 128, mxfp4.STEP, 3, 8)
+    return Tile(tokens, 256, mxfp4.STEP, 3, 8)
 
 
 def _best_scaled_tile(kind: str, in_features: int, tokens: int) -> Tile:
@@ -442,6 +442,9 @@ def _tile_constants(
     columns = form.columns or tile.columns
     numbers = (form.words or columns) * tile.rows * values.itemsize
     step = columns * tile.tokens * (parts or x.itemsize) + numbers
+    room = shared_memory(values.device)
+    if form.kind == "mxfp4" and x.itemsize > 2:  # the converted numbers, and sums
+        room -= (columns + tile.tokens) * tile.rows * x.itemsize
     return {
         "CHOSEN": num_chosen,
         "CHOICES": triton.next_power_of_2(num_chosen),
@@ -449,7 +452,7 @@ def _tile_constants(
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
         "COLUMNS": columns,
-        "STAGES": max(1, min(tile.stages, shared_memory(values.device) // step)),
+        "STAGES": max(1, min(tile.stages, room // step)),
         "EVEN": operand.columns % columns == 0,
         "FORMAT": form.kind,
         "WORDS": form.words,

@@ -252,7 +252,7 @@ def _split_kernel(x_ptr, out_ptr, scale_ptr, size, BLOCKS: tl.constexpr, PDL: tl
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     x *= inverse[:, None]
     # In fp32: ptxas 13 reads wrong registers when it widens FP8 that it has just packed.
-    first = round_to_fp8(x)
+    first = round_to_fp8(tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL))
     second = to_fp8((x - first) * SECOND)
     tl.store(out_ptr + at, to_fp8(first), mask=column < size)
     tl.store(out_ptr + tl.num_programs(0) * size + at, second, mask=column < size)
