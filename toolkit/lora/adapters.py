@@ -19,8 +19,12 @@ from toolkit.lora.weight import Active, Adapted, AdaptedTable, AdaptedWeight, Pa
 from toolkit.sequence import Adapter
 from toolkit.weights.source import Source
 
-HostAdapter = dict[Adapted, list[Part]]
-"""An adapter in the host's memory: this rank's parts of it."""
+
+class HostAdapter(NamedTuple):
+    """An adapter in the host's memory: this rank's parts of it."""
+
+    rank: int  # the highest
+    parts: dict[Adapted, list[Part]]  # packed
 
 
 class Adapters:
@@ -43,7 +47,6 @@ class Adapters:
         be placed at once. dtype: of the model. kernels: of its GPU."""
         self.active = Active() if kernels is None else GPUActive(num_slots, kernels.rank_block)
         self.head_active = Active()  # for the rows that the output head computes
-        self._dtype = torch.float32 if kernels is None else dtype
         self.max_rank = max_rank
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
         self._ends = {one.name for head in _heads(complete) for one in head.sources}
@@ -100,7 +103,8 @@ class Adapters:
         """Read this rank's parts of an adapter, for `place`. From any thread.
 
         Raises CheckpointError."""
-        name, folder, found = adapter.name, Path(adapter.folder), HostAdapter()
+        name, folder = adapter.name, Path(adapter.folder)
+        found: dict[Adapted, list[Part]] = {}
         modules: dict[str, str] = {}  # by projection
         for module, pair in read_adapter(name, folder, self.max_rank).items():
             known = self._known(module)
@@ -132,7 +136,6 @@ class Adapters:
                         f"{pair.low.shape[1]}] to a weight of another shape. It is for another "
                         f"base model."
                     )
-                own = Pair(own.low.to(self._dtype), own.up.to(self._dtype))
                 rows = slice(place.first, place.first + place.rows.count)
                 found.setdefault(place.weight, []).append(Part(rows, own))
         config = read_config(name, folder)
@@ -142,7 +145,9 @@ class Adapters:
                 f"adapter {name!r} ({folder}): it has no factors of {min(missing)}, which its "
                 f"target_modules have."
             )
-        self._read[adapter.key] = found
+        ranks = [len(part.pair.low) for several in found.values() for part in several]
+        packed = {weight: weight.pack_parts(several) for weight, several in found.items()}
+        self._read[adapter.key] = HostAdapter(max(ranks, default=0), packed)
 
     def forget(self, adapter: Adapter) -> None:
         """Free the memory of an adapter. No request needs it."""
@@ -150,9 +155,8 @@ class Adapters:
 
     def place(self, slot: int, key: str) -> None:
         """Put an adapter that was read into a slot, from 1. Between steps, on their stream."""
-        parts = self._read[key]
-        ranks = [len(part.pair.low) for several in parts.values() for part in several]
-        self.active.place(slot, max(ranks, default=0))
+        rank, parts = self._read[key]
+        self.active.place(slot, rank)
         for weight in self._weights:
             weight.place(slot, parts.get(weight, []))
 
@@ -179,15 +183,15 @@ class _Place(NamedTuple):
     def shard(self, pair: Pair) -> Pair | None:
         """Return a rank's part of the factors. None: they have another shape."""
         rows, columns = self.rows, self.columns
-        order: Any = range(rows.begin, rows.begin + rows.count)
+        own: Any = slice(rows.begin, rows.begin + rows.count)
         total = rows.total
         if self.source.order is not None:
-            order = self.source.order.rows[rows.begin : rows.begin + rows.count]
+            own = list(self.source.order.rows[own])
             total = self.source.order.total
         if pair.up.shape[0] != total or pair.low.shape[1] != columns.total:
             return None
         low = pair.low[:, columns.begin : columns.begin + columns.count]
-        return Pair(low.contiguous(), pair.up[list(order)].contiguous())
+        return Pair(low, pair.up[own], pair.scale)
 
 
 def _linears(model: nn.Module) -> list[Linear]:

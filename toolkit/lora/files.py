@@ -5,6 +5,8 @@ import os
 import stat
 from pathlib import Path
 
+import numpy as np
+
 from toolkit.errors import CheckpointError
 from toolkit.sequence import Adapter
 
@@ -35,7 +37,7 @@ def find_adapter(name: str, folder: Path) -> Adapter:
     return Adapter(name, str(folder), digest.hexdigest()[:16])
 
 
-def read_file(path: Path, most: int) -> bytes:
+def read_file(path: Path, most: int) -> memoryview:
     """Return the content of a regular file of at most `most` bytes. Raises OSError."""
     # Without O_NONBLOCK, opening a pipe waits for its other end.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -44,4 +46,6 @@ def read_file(path: Path, most: int) -> bytes:
             raise OSError("it is not a regular file")
         if found.st_size > most:
             raise OSError(f"it has {found.st_size} bytes, more than {most}")
-        return file.read(found.st_size)
+        # Other threads run meanwhile, unlike during a bytearray's start, which fills it with zeros.
+        content = np.empty(found.st_size, np.uint8).data
+        return content[: file.readinto(content)]

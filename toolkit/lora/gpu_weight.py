@@ -12,8 +12,9 @@ import torch
 
 from toolkit.kernels import reference
 from toolkit.kernels.table import Kernels
+from toolkit.lora.peft import Pair
 from toolkit.lora.weight import BASE, Adapted, Part, Slots
-from toolkit.weights.weight import Epilogue, Weight, parameter
+from toolkit.weights.weight import ALL, Epilogue, Weight, parameter
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.lora import Factors
@@ -108,7 +109,8 @@ class GPUAdaptedWeight(Adapted):
         self._parts = parameter(index.repeat_interleave(torch.tensor(parts)).to(device))
         bounds = [0, *accumulate(parts)]
         self._bounds = parameter(torch.tensor(bounds, dtype=torch.int32, device=device))
-        self._first_ranks = {row: i * self._rank for i, row in enumerate(bounds[:-1])}
+        self._places = {row: place for place, row in enumerate(bounds[:-1])}
+        """By first row, the place of a projection among those of the weight."""
 
     @property
     def nbytes(self) -> int:
@@ -116,23 +118,36 @@ class GPUAdaptedWeight(Adapted):
             one.nbytes for one in (self._low, self._up, self._blocks, self._parts, self._bounds)
         )
 
-    def place(self, slot: int, parts: list[Part]) -> None:
-        """Replace the adapter of a slot on the current stream."""
+    def pack_parts(self, parts: list[Part]) -> list[Part]:
+        """Return one part of all rows, in memory that the GPU reads by itself."""
+        rank = max(-(-len(one.pair.low) // self._block) * self._block for one in parts)
+        of_part, (rows, columns) = len(self._places), self.shape
+        low, up = (
+            torch.zeros(size, dtype=self._up.dtype, device="cpu", pin_memory=self._up.is_cuda)
+            for size in ((of_part * rank, columns), (rows, rank))
+        )
+        for one in parts:
+            own = len(one.pair.low)
+            first = self._places[one.rows.start] * rank
+            low[first : first + own] = one.pair.low
+            up[one.rows, :own] = self._scaled(one)
+        return [Part(ALL, Pair(low, up))]
+
+    def place(self, slot: int, packed: list[Part]) -> None:
+        """Replace the adapter of a slot on the current stream, in few copies."""
         at = slot - 1  # slot 0 is the base model
-        ranks = [len(one.pair.low) for one in parts]
-        blocks = -(-max(ranks, default=0) // self._block)
-        self._blocks[at].fill_(blocks)
-        if not parts:
+        if not packed:
+            self._blocks[at].fill_(0)
             return
-        self._low[at].zero_()
-        self._up[at].zero_()
-        for (rows, pair), rank in zip(parts, ranks, strict=True):
-            first = self._first_ranks[rows.start]
-            self._low[at, first : first + rank].copy_(pair.low, non_blocking=True)
-            self._up[at, rows, :rank].copy_(pair.up, non_blocking=True)
-        if self.row_factors is not None:  # powers of two
-            self.row_factors = self.row_factors.to(self._up)
-            self._up[at].mul_(self.row_factors[:, None])
+        low, up = packed[0].pair.low, packed[0].pair.up
+        rank = up.shape[1]
+        self._blocks[at].fill_(rank // self._block)
+        if rank < self._rank:
+            self._low[at].zero_()
+            self._up[at].zero_()
+        parts = len(self._places), -1, self.shape[1]
+        self._low[at].view(parts)[:, :rank].copy_(low.view(parts), non_blocking=True)
+        self._up[at, :, :rank].copy_(up, non_blocking=True)
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         factors = self._factors()

@@ -70,8 +70,17 @@ class Adapted(Weight):
         """Factors of the weight's rows, which those of each B have too. None: all are 1."""
 
     @abc.abstractmethod
-    def place(self, slot: int, parts: list[Part]) -> None:
-        """Replace the adapter of a slot. No parts: it does not change this weight."""
+    def pack_parts(self, parts: list[Part]) -> list[Part]:
+        """Return an adapter's parts as `place` takes them. From any thread."""
+
+    @abc.abstractmethod
+    def place(self, slot: int, packed: list[Part]) -> None:
+        """Replace the adapter of a slot. Nothing: it does not change this weight."""
+
+    def _scaled(self, part: Part) -> torch.Tensor:
+        """Return the second factor of a part in fp32, with all that multiplies it."""
+        up = part.pair.up.float() * part.pair.scale
+        return up if self.row_factors is None else up.mul_(self.row_factors[part.rows, None])
 
     @property
     def has_rows(self) -> bool:  # type: ignore[override]  # of the base
@@ -119,16 +128,14 @@ class AdaptedWeight(Adapted):
     def nbytes(self) -> int:
         return 0  # the base is counted
 
-    def place(self, slot: int, parts: list[Part]) -> None:
-        if parts:
-            self.parts[slot] = [Part(one.rows, self._scaled(one)) for one in parts]
+    def pack_parts(self, parts: list[Part]) -> list[Part]:
+        return [Part(one.rows, Pair(_in_fp32(one.pair.low), self._scaled(one))) for one in parts]
+
+    def place(self, slot: int, packed: list[Part]) -> None:
+        if packed:
+            self.parts[slot] = packed
         else:
             self.parts.pop(slot, None)
-
-    def _scaled(self, part: Part) -> Pair:
-        if self.row_factors is None:
-            return part.pair
-        return Pair(part.pair.low, part.pair.up * self.row_factors[part.rows, None])
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
@@ -155,6 +162,11 @@ class AdaptedWeight(Adapted):
     def finish(self, epilogue: Epilogue) -> Weight:
         self.base = self.base.finish(epilogue)
         return self
+
+
+def _in_fp32(factors: torch.Tensor) -> torch.Tensor:
+    """Return a copy: factors share the memory of a complete file."""
+    return factors.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 class AdaptedTable(AdaptedWeight):

@@ -82,6 +82,16 @@ class StoredTensor:
             )
         return DTYPES[self.kind]
 
+    def view(self, content: memoryview) -> torch.Tensor:
+        """Return the tensor in the content of its file, without a copy if it is aligned."""
+        dtype, start = self.dtype, self.start
+        if not self.num_bytes:
+            return torch.empty(self.shape, dtype=dtype, device="cpu")
+        if start % dtype.itemsize:
+            content, start = memoryview(bytearray(content[start : start + self.num_bytes])), 0
+        count = self.num_bytes // dtype.itemsize
+        return torch.frombuffer(content, dtype=dtype, count=count, offset=start).view(self.shape)
+
     @property
     def row_bytes(self) -> int:
         return self.num_bytes // self.shape[0] if self.shape and self.shape[0] else self.num_bytes
@@ -163,14 +173,28 @@ def read_header(file: Path) -> list[StoredTensor]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            if header_size > size - 8:
-                raise _bad(file, f"is cut short or not a safetensors file: it has {size} bytes")
-            header = json.loads(stream.read(header_size))
-        tensors = list(_tensors(file, header, 8 + header_size))
+            begin = stream.read(8)
+            if len(begin) == 8 and (header_size := struct.unpack("<Q", begin)[0]) <= size - 8:
+                begin += stream.read(header_size)
     except OSError as error:
         raise _bad(file, f"cannot be read ({error})") from None
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+    return parse_header(file, begin, size)
+
+
+def parse_header(
+    file: Path, content: bytes | memoryview, size: int | None = None
+) -> list[StoredTensor]:
+    """Return the tensors of a file whose content begins so, in the header's order.
+
+    size: bytes of the file, if it is longer. Raises CheckpointError as `read_header` does."""
+    size = len(content) if size is None else size
+    try:
+        (header_size,) = struct.unpack_from("<Q", content)
+        if header_size > size - 8:
+            raise _bad(file, f"is cut short or not a safetensors file: it has {size} bytes")
+        header = json.loads(bytes(content[8 : 8 + header_size]))
+        tensors = list(_tensors(file, header, 8 + header_size))
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _bad(file, "is not a valid safetensors file: its header cannot be read") from None
     expected = max((tensor.start + tensor.num_bytes for tensor in tensors), default=0)
     if size < expected:

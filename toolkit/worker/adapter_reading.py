@@ -1,13 +1,16 @@
 """Read LoRA adapters into the host's memory: at the start, and while steps run."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+
+import torch
 
 from toolkit.config import EngineConfig
 from toolkit.config.engine import LoRAConfig
 from toolkit.lora.adapters import Adapters
 from toolkit.lora.files import LEAST_MAX_RANK, find_adapter
+from toolkit.lora.gpu_weight import GPUActive
 from toolkit.lora.peft import read_config
 from toolkit.lora.tokenizer import require_same_tokenizer
 from toolkit.sequence import Adapter
@@ -54,7 +57,10 @@ class AdapterReader:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(NUM_THREADS, "adapters")
+        # On a GPU, more threads of PyTorch's would only disturb the one that launches steps.
+        on_gpu = isinstance(self._adapters.active, GPUActive)
+        first = partial(torch.set_num_threads, 1) if on_gpu else None
+        return ThreadPoolExecutor(NUM_THREADS, "adapters", first)
 
     def _read(self, adapter: Adapter) -> None:
         require_same_tokenizer(adapter, self._tokenizer)
