@@ -248,6 +248,10 @@ class Worker:
         assert self._reader is not None, "no operation without adapters"
         return self._reader.operate(operation)
 
+    def why_eager(self) -> str | None:
+        """Return why no step so far was a CUDA graph or a recorded one, None if one was."""
+        return "encoders have none" if self.encoder is not None else self.runner.why_eager
+
     def on_stream(self) -> AbstractContextManager[object]:
         """Use the worker's stream."""
         return use_stream(self._stream)
