@@ -41,6 +41,8 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
     "no EAGLE": (drafter_with("eagle", "other"), "its layout is not that of EAGLE"),
     "no MTP": (drafter_with("mtp", None), "LlamaForCausalLM has no layer that drafts"),
     "no adapter": (adapter("./no"), "there is no adapter_config.json"),
+    "no folder": ({"lora_dir": "./no"}, "--lora-dir ./no: there is no such folder"),
+    "a file": ({"lora_dir": "cut/adapter_config.json"}, "it is not a folder"),
     "DoRA": (adapter("dora"), "it is a DoRA adapter"),
     "cut adapter": (adapter("cut"), "adapter_model.safetensors cannot be read"),
     "foreign adapter": (adapter("foreign"), "to a weight of another shape"),
@@ -110,7 +112,7 @@ def test_dry_run_accepts_what_a_start_accepts(folder: Path, monkeypatch: pytest.
         assert dry_run(settings(**one), as_json=False) == 0
 
 
-@pytest.mark.parametrize("case", ["fp8", "flash", "no adapter"])
+@pytest.mark.parametrize("case", ["fp8", "flash", "no adapter", "no folder"])
 def test_a_start_refuses_settings_before_it_reads_weights(
     folder: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -13,6 +13,7 @@ from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.console import print_facts, print_json, print_note
 from toolkit.inventory.estimate import DrafterShape, Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
+from toolkit.lora.files import require_lora_dir
 from toolkit.units import count, size
 
 
@@ -69,6 +70,7 @@ def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
         and not engine.lora.is_enabled
         and wanted is None
     )
+    require_lora_dir(engine.lora.lora_dir)
     if is_plain:
         return  # without importing torch
     settings = {"lora_modules": _local_adapters(engine), "enable_lora": engine.lora.is_enabled}
