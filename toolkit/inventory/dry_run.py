@@ -152,7 +152,7 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
     ]
     if result.drafter:
         facts.insert(2, ("drafter", f"{size(result.drafter)} of the weights"))
-    if not result.weights_fit:
+    if not result.weights_fit or (result.has_cache and not result.num_blocks):
         return facts
     if not result.has_cache:
         return [*facts, ("context", f"{result.max_model_len:,} tokens; an encoder has no KV cache")]
