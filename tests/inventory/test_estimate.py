@@ -123,6 +123,7 @@ def test_slots_of_adapters_on_a_gpu_are_counted(checkpoint):
     [
         {"block_size": 4},
         {"num_gpu_blocks_override": 60},
+        {"num_gpu_blocks_override": 3},
         {"kv_cache_memory": 0.005},
         {"kv_cache_dtype": "fp8"},
         {"max_num_seqs": 1, "max_model_len": 50},

@@ -376,7 +376,10 @@ def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     length = wanted or checkpoint.context
     if length is None:
         raise CheckpointError(f"{checkpoint.name}: config.json has no maximum sequence length.")
-    return length
+    blocks = engine.cache.num_gpu_blocks_override
+    if blocks is None or wanted is not None or not checkpoint.attention:
+        return length
+    return min(length, blocks * engine.cache.block_size)  # as `worker.startup.cache_sizing` does
 
 
 def _is_measured(engine: EngineConfig, device: Device) -> bool:
