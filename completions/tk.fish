@@ -153,7 +153,7 @@ complete -c tk -n "__tk_at 'tk serve'" -s h -l help -d 'Show this message and ex
 # tk chat
 complete -c tk -n "__tk_at 'tk chat'" -a '(__tk_values MODEL)'
 complete -c tk -n "__tk_at 'tk chat'" -l model -x -a '(__tk_values MODEL)' -d 'Model to talk to'
-complete -c tk -n "__tk_at 'tk chat'" -l prompt -x -d 'Question to answer once'
+complete -c tk -n "__tk_at 'tk chat'" -l prompt -x -d 'Question to answer once (MODEL may be left out if it has spaces)'
 complete -c tk -n "__tk_at 'tk chat'" -l url -l base-url -x -d 'Server to use'
 complete -c tk -n "__tk_at 'tk chat'" -l api-key -x -d 'API key of the server'
 complete -c tk -n "__tk_at 'tk chat'" -l system -x -d 'System message at the start of the conversation'

@@ -96,6 +96,7 @@ ARROWS = {
     "serving": {"api", "engine", "sampling", "scheduler", "text", "worker"},
     "inventory": {
         "demo",
+        "executor",
         "gguf",
         "hardware",
         "hub",

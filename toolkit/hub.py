@@ -71,16 +71,26 @@ def locate_adapter(name: str) -> Path:
     """Return the folder of a LoRA adapter, downloaded if it is missing.
 
     Raises ModelNotFoundError."""
-    folder = Path(name).expanduser()
-    if folder.is_dir() or is_path(name):
-        return folder  # whoever reads it reports what is missing
+    if is_path(name) or Path(name).expanduser().is_dir():
+        return Path(name).expanduser()  # whoever reads it reports what is missing
     try:
         return fetch(name)
     except HubUnreachableError as unreachable:
-        cached = cached_snapshot(name, None, with_weights=False)
-        if cached is not None and any(cached.glob("adapter_model.*")):
+        cached = local_adapter(name)
+        if cached is not None:
             return cached
         raise not_found(name, None, unreachable) from None
+
+
+def local_adapter(name: str) -> Path | None:
+    """Return the folder of a LoRA adapter on this machine, None for one that must be downloaded.
+
+    A path is returned even if there is nothing."""
+    folder = Path(name).expanduser()
+    if is_path(name) or folder.is_dir():
+        return folder
+    cached = cached_snapshot(name, None, with_weights=False)
+    return cached if cached is not None and any(cached.glob("adapter_model.*")) else None
 
 
 def is_path(name: str) -> bool:

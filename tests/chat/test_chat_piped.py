@@ -156,7 +156,14 @@ def test_errors_are_one_line_on_stderr(server, tk, unused_tcp_port):
         assert done.stdout == ""
         assert message in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
-    assert "no message" in tk(stdin="  \n").stderr
+    for flags, problem in (
+        ((), 'Give one: tk chat "Who are you?"'),
+        (("hi",), "'hi' is taken as the model: there is no question. Give one: tk chat hi PROMPT."),
+        (("hi",), "If 'hi' is the question: tk chat --prompt hi\n"),
+    ):
+        done = tk(*flags, stdin="  \n")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert problem in done.stderr
 
 
 def test_continue_resumes_the_last_conversation(server, tk):

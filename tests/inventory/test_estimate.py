@@ -123,6 +123,7 @@ def test_slots_of_adapters_on_a_gpu_are_counted(checkpoint):
     [
         {"block_size": 4},
         {"num_gpu_blocks_override": 60},
+        {"num_gpu_blocks_override": 3},
         {"kv_cache_memory": 0.005},
         {"kv_cache_dtype": "fp8"},
         {"max_num_seqs": 1, "max_model_len": 50},
@@ -147,6 +148,33 @@ def test_estimate_gives_the_workers_advice_when_nothing_fits():
         run(Path(MODEL_DIR), config)
     assert not result.fits
     assert f"--max-model-len {result.largest_context} or less" in result.problem
+
+
+@pytest.mark.parametrize(
+    ("more", "advice", "changed"),
+    [
+        (
+            {"kv_cache_memory": 0.0001},
+            "Raise --kv-cache-memory to 0.004.",
+            {"kv_cache_memory": 0.004},
+        ),
+        (
+            {"num_gpu_blocks_override": 2, "max_model_len": 100},
+            "Use --max-model-len 32 or less, or raise --num-gpu-blocks-override to 7.",
+            {"num_gpu_blocks_override": 7},
+        ),
+    ],
+    ids=["no block", "two blocks"],
+)
+def test_a_cache_that_is_too_small_says_what_to_change(capsys, more, advice, changed):
+    with pytest.raises(OutOfMemoryError) as raised:
+        run(Path(MODEL_DIR), settings(**more))
+    assert dry_run(settings(**more), as_json=False) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"{raised.value.message}\n"
+    assert printed.err.endswith(f" {advice}\n")
+    assert " 0 tokens" not in printed.out + printed.err
+    assert dry_run(settings(**more | changed), as_json=False) == 0
 
 
 def test_models_through_transformers_are_estimated_from_their_files(tmp_path: Path):

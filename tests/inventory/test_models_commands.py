@@ -323,6 +323,25 @@ def test_dry_run_of_a_hub_model_equals_that_of_a_local_one(hub, tk):
     assert estimates[0] == estimates[1]
 
 
+def test_dry_run_of_a_hub_model_refuses_settings(hub, tk):
+    drafter = json.dumps({"method": "draft_model", "model": "org/tiny"})
+    for flags, problem in (
+        (("--tensor-parallel-size", "3"), "the model's 8 attention heads cannot be divided"),
+        (("--attention-backend", "flash"), "The attention backend flash cannot run here"),
+    ):
+        done = tk("serve", "org/tiny", "--dry-run", "--device", "cpu", *flags)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert problem in done.stderr
+    done = tk("serve", "org/tiny", "--dry-run", "--device", "cpu", "--speculative-config", drafter)
+    assert (done.returncode, "drafter" in done.stdout) == (0, True), done.stderr
+    assert (
+        not [
+            path for kind, path, _ in hub.requests if kind == "GET" and path.endswith("safetensors")
+        ]
+        or hub.ranges
+    )
+
+
 class TestModels:
     def test_list_has_the_demo_model_folders_and_downloads(self, tk, tmp_path, folder):
         (tmp_path / "here" / "mine").symlink_to(MODEL_DIR)

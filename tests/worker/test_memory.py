@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from toolkit import LLM
+from toolkit.config import CacheConfig
 from toolkit.errors import OutOfMemoryError
 from toolkit.hardware.memory import explain_out_of_memory
 from toolkit.models.build import build_model
@@ -77,7 +78,7 @@ def test_out_of_memory_names_its_cause_after_a_failed_capture(monkeypatch):
     "refused",
     [
         lambda gpu: require_weights_fit(16 * 2**30, gpu, torch.bfloat16),
-        lambda gpu: require_one_request_fits(0, 16, 1024, 36864, gpu),
+        lambda gpu: require_one_request_fits(CacheConfig(), 0, 1024, 36864, gpu),
     ],
     ids=["weights", "cache"],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -89,8 +90,19 @@ def _read_question(config: ChatConfig) -> str | None:
         except UnicodeDecodeError:
             raise ConfigError("Standard input is not text.") from None
         if not piped and not config.prompt:
-            raise ConfigError("Standard input is empty: there is no message to answer.")
+            raise ConfigError(_no_question(config.model), param="prompt")
     return printable("\n\n".join(filter(None, [config.prompt, piped]))) or None
+
+
+def _no_question(model: str | None) -> str:
+    """Return the message for an empty standard input without a prompt."""
+    if model is None:
+        return 'Standard input is empty: there is no question. Give one: tk chat "Who are you?"'
+    word = shlex.quote(model)
+    return (
+        f"Standard input is empty, and {model!r} is taken as the model: there is no question. Give "
+        f"one: tk chat {word} PROMPT. If {model!r} is the question: tk chat --prompt {word}"
+    )
 
 
 def _newest_conversation() -> store.SavedConversation:

@@ -98,8 +98,8 @@ class ChatConfig:
     )
     prompt: str | None = option(
         None,
-        "Question to answer once. Piped text is added to it. MODEL may be left out if the "
-        "question has spaces.",
+        "Question to answer once (MODEL may be left out if it has spaces). Piped text is added to "
+        "it.",
         argument=True,
         metavar="PROMPT",
         common=True,

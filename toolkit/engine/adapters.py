@@ -20,7 +20,7 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.hub import locate_adapter
-from toolkit.lora.files import CONFIG, find_adapter
+from toolkit.lora.files import CONFIG, find_adapter, require_lora_dir
 from toolkit.sequence import Adapter, LoRARequest
 
 _NAME = re.compile(r"(?!\.{1,2}$)[\w.\-]+")  # of a folder in --lora-dir
@@ -31,7 +31,8 @@ MAX_LISTED = 20  # names in a message
 def with_local_adapters(config: EngineConfig) -> EngineConfig:
     """Return the settings of an engine's processes: adapters are folders. Downloads missing ones.
 
-    Raises ToolkitError."""
+    Raises ToolkitError, also if --lora-dir is no folder."""
+    require_lora_dir(config.lora.lora_dir)
     if not config.lora.adapters:
         return config
     modules = []

@@ -301,6 +301,14 @@ class LLM:
         """Return the tokens of a text, including the special tokens that the tokenizer adds."""
         return self._inputs.require_tokenizer().encode(text)
 
+    def why_eager(self) -> str | None:
+        """Return why no step so far replayed a CUDA graph or a recorded step, None if one did.
+
+        Not with a data_parallel_size above 1."""
+        assert isinstance(self._core, EngineCore), "other processes run the steps"
+        reasons = self._core.executor.collective("why_eager")
+        return None if None in reasons else str(reasons[-1])
+
     def reset_prefix_cache(self) -> None:
         """Evict all cached prompts."""
         self._core.reset_prefix_cache()

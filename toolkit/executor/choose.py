@@ -25,8 +25,8 @@ def start_executor(
     backend = config.parallel.distributed_executor_backend
     if config.parallel.world_size == 1 and backend == "mp":
         return UniprocExecutor(config, folder, report)
+    from toolkit.executor.checks import require_size
     from toolkit.executor.multiproc import MultiprocExecutor
-    from toolkit.executor.rank_counts import require_size
     from toolkit.executor.ranks import Ranks
 
     require_size(config, folder)

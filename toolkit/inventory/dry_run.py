@@ -1,23 +1,31 @@
 """`tk serve --dry-run`: estimate whether a model fits, without loading it."""
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from toolkit import hub
 from toolkit.config import EngineConfig
+from toolkit.errors import ToolkitError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.console import print_facts, print_json, print_note
 from toolkit.inventory.estimate import DrafterShape, Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
+from toolkit.lora.files import require_lora_dir
 from toolkit.units import count, size
 
 
 def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     """Print the memory that a model needs. Return the exit code: 0 if it fits, else 1.
 
-    Raises ToolkitError for a model that is missing or unsupported."""
+    Raises ToolkitError for a model that is missing or unsupported, and for settings that a start
+    refuses."""
     found = find_checkpoint(engine.model.model, engine.model.revision)
     checkpoint = found.with_overrides(engine.model.overrides)
     device = find_device(engine.device.device, engine.parallel.num_local_devices)
+    _check_settings(found, engine)
     result = estimate(checkpoint, engine, device, drafter_of(checkpoint, engine))
     if as_json:
         print_json(as_fields(checkpoint.name, result))
@@ -34,11 +42,72 @@ def drafter_of(checkpoint: Checkpoint, engine: EngineConfig) -> DrafterShape | N
         return None
     if wanted.model is None:
         return DrafterShape.of_own_layer(checkpoint, wanted.num_speculative_tokens)
-    found, most = find_checkpoint(wanted.model, wanted.revision), wanted.num_speculative_tokens
+    found, most = _find_drafter(wanted.model, wanted.revision), wanted.num_speculative_tokens
     if wanted.method == "draft_model":
         return DrafterShape.of(found, most)
     num_layers, is_third = len(checkpoint.attention), wanted.method == "eagle3"
     return DrafterShape.of_eagle(found, most, num_layers, is_third=is_third)
+
+
+def _find_drafter(model: str, revision: str | None) -> Checkpoint:
+    try:
+        return find_checkpoint(model, revision)
+    except ToolkitError as error:
+        raise type(error)(f"the drafter of --speculative-config: {error.message}") from None
+
+
+def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
+    """Raise ToolkitError for settings that a start refuses.
+
+    Models on the hub are checked by their config.json, GGUF files and adapters there not at all."""
+    wanted = engine.speculation.drafter
+    is_plain = (
+        engine.parallel.world_size == 1
+        and not engine.parallel.enable_expert_parallel
+        and engine.model.quantization is None
+        and engine.device.attention_backend == "auto"
+        and engine.cache.kv_cache_dtype == "auto"
+        and not engine.lora.is_enabled
+        and wanted is None
+    )
+    require_lora_dir(engine.lora.lora_dir)
+    if is_plain:
+        return  # without importing torch
+    settings = {"lora_modules": _local_adapters(engine), "enable_lora": engine.lora.is_enabled}
+    folder = found.folder or _described(engine.model.model, engine.model.revision)
+    has_weights = found.folder is not None
+    if wanted is not None and wanted.model is not None:
+        drafter = _find_drafter(wanted.model, wanted.revision)
+        drafter_folder = drafter.folder or _described(wanted.model, wanted.revision)
+        if drafter_folder is None:
+            return
+        has_weights = has_weights and drafter.folder is not None
+        given = dict(engine.speculation.speculative_config or {})
+        settings["speculative_config"] = given | {"model": str(drafter_folder.absolute())}
+    if not has_weights:
+        settings["load_format"] = "dummy"
+    if folder is not None:
+        from toolkit.executor.checks import check_settings
+
+        check_settings(engine.with_settings(**settings), folder)
+
+
+def _described(name: str | None, revision: str | None) -> Path | None:
+    """Return the folder of a hub model's config.json, which is in the cache. None: it has none."""
+    assert name is not None, "the demo model is on this machine"
+    folder = hub.cached_snapshot(name, revision, with_weights=False)
+    return folder if folder is not None and (folder / "config.json").is_file() else None
+
+
+def _local_adapters(engine: EngineConfig) -> tuple[str, ...]:
+    """Return the --lora-modules that are on this machine, with their folders."""
+    modules = []
+    for name, path in engine.lora.adapters.items():
+        folder = hub.local_adapter(path)
+        if folder is not None:
+            module = {"name": name, "path": str(folder.absolute())}
+            modules.append(msgspec.json.encode(module).decode())
+    return tuple(modules)
 
 
 def as_fields(name: str, result: Estimate) -> dict[str, Any]:
@@ -83,7 +152,7 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
     ]
     if result.drafter:
         facts.insert(2, ("drafter", f"{size(result.drafter)} of the weights"))
-    if not result.weights_fit:
+    if not result.weights_fit or (result.has_cache and not result.num_blocks):
         return facts
     if not result.has_cache:
         return [*facts, ("context", f"{result.max_model_len:,} tokens; an encoder has no KV cache")]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from toolkit.config import EngineConfig
+from toolkit.config import CacheConfig, EngineConfig
 from toolkit.config.engine import LoRAConfig, ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device
@@ -38,6 +38,7 @@ from toolkit.weights.layout import (
     on_device,
     while_loading,
 )
+from toolkit.worker.startup.cache_problem import cache_problem
 
 RANK_BLOCK = 16  # ranks of adapters are padded to a multiple of this on a GPU
 
@@ -56,7 +57,7 @@ class Estimate:
     step: int  # of the largest step without the weights, CUDA graphs and the process itself
     bytes_per_position: float
     """Memory that each token of --max-model-len takes from the cache, for the rows' tables."""
-    block_size: int
+    cache_settings: CacheConfig
     num_blocks: int
     block_bytes: int
     max_model_len: int
@@ -69,6 +70,10 @@ class Estimate:
     @property
     def weights_fit(self) -> bool:
         return self.weights + self.step <= self.device.free
+
+    @property
+    def block_size(self) -> int:
+        return self.cache_settings.block_size
 
     @property
     def cache(self) -> int:
@@ -90,7 +95,7 @@ class Estimate:
         if longest > self.max_model_len and self.bytes_per_position:
             room = self.cache + self.max_model_len * self.bytes_per_position
             longest = int(room / (self.block_bytes / self.block_size + self.bytes_per_position))
-        return min(self.max_positions, longest)
+        return min(self.max_positions or longest, longest)
 
     @property
     def num_sequences(self) -> float:
@@ -113,13 +118,12 @@ class Estimate:
                 f"{size(self.step)}; {size(self.device.free)} of {self.device.kind} memory are "
                 f"free.{half}"
             )
-        advice = (
-            f"Use --max-model-len {self.num_tokens} or less, or give" if self.num_tokens else "Give"
-        )
-        return (
-            f"The KV cache has room for {self.num_tokens:,} tokens ({size(self.cache)}), and one "
-            f"request of the full length has {self.max_model_len:,}. {advice} the cache more "
-            f"memory (--gpu-memory-utilization, --kv-cache-memory)."
+        return cache_problem(
+            self.cache_settings,
+            num_blocks=self.num_blocks,
+            block_bytes=self.block_bytes,
+            max_model_len=self.max_model_len,
+            on_gpu=self.device.kind == "cuda",
         )
 
 
@@ -260,7 +264,7 @@ def estimate(
         weights=weights,
         step=step,
         bytes_per_position=steps.bytes_per_position if _is_measured(engine, device) else 0.0,
-        block_size=engine.cache.block_size,
+        cache_settings=engine.cache,
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         max_model_len=max_model_len,
@@ -372,7 +376,10 @@ def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     length = wanted or checkpoint.context
     if length is None:
         raise CheckpointError(f"{checkpoint.name}: config.json has no maximum sequence length.")
-    return length
+    blocks = engine.cache.num_gpu_blocks_override
+    if blocks is None or wanted is not None or not checkpoint.attention:
+        return length
+    return min(length, blocks * engine.cache.block_size)  # as `worker.startup.cache_sizing` does
 
 
 def _is_measured(engine: EngineConfig, device: Device) -> bool:

@@ -58,6 +58,17 @@ class Replay:
         recorded = self._recorded[key]
         return layers(x, batch) if recorded is None else recorded.run(x, batch)
 
+    @property
+    def why_unrecorded(self) -> str | None:
+        """Return why no step has been recorded, None if one has."""
+        if any(self._recorded.values()):
+            return None
+        return (
+            "its layers compute with more than the CPU kernels"
+            if cpu.available()
+            else cpu.problem()
+        )
+
     @staticmethod
     def _is_decode(x: torch.Tensor, batch: AttentionBatch) -> bool:
         """Return True for a CPU's step of one token for each of a few requests."""

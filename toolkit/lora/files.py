@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, ConfigError
 from toolkit.sequence import Adapter
 
 LEAST_MAX_RANK = 16  # that adapters may have without --max-lora-rank
@@ -16,6 +16,18 @@ _ADVICE = {
     CONFIG: "An adapter is a folder in PEFT's format",
     TENSORS: "Save it with safe_serialization=True",
 }
+
+
+def require_lora_dir(path: str | None) -> None:
+    """Raise ConfigError if --lora-dir is given and is not a folder."""
+    if path is None or (folder := Path(path).expanduser()).is_dir():
+        return
+    problem = "it is not a folder" if folder.exists() else "there is no such folder"
+    raise ConfigError(
+        f"--lora-dir {path}: {problem}. Adapters are looked up in it, so it must exist at the "
+        f"start; it may be empty.",
+        param="lora_dir",
+    )
 
 
 def find_adapter(name: str, folder: Path) -> Adapter:

@@ -154,6 +154,14 @@ class Decoder(CausalLM):
     def disable_recording(self) -> None:
         self._replay = None
 
+    @property
+    def why_unrecorded(self) -> str | None:
+        if self.description.experts:
+            return "which experts compute depends on the tokens"
+        if self.group.size > 1 or not self.stage.is_last:
+            return "the model is split over ranks"
+        return "--enforce-eager is set" if self._replay is None else self._replay.why_unrecorded
+
     def _embed(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return the first layer's input, [num_tokens, hidden]."""
         x: torch.Tensor = self.embed(token_ids)

@@ -117,6 +117,11 @@ class CausalLM(Model):
     def disable_recording(self) -> None:
         """Call the layers in every step, instead of replaying recorded calls."""
 
+    @property
+    def why_unrecorded(self) -> str | None:
+        """Return why no step of a CPU has been recorded, None if one has."""
+        return "the model's own code computes it"
+
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:

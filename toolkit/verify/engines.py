@@ -29,6 +29,7 @@ class Answers:
     alone: list[Scored]  # one at a time, without cached prefixes
     together: list[Scored]  # in one batch, in chunks
     cached: list[Scored]  # one at a time, from cached prefixes, perhaps again after their eviction
+    why_eager: str | None  # reason why no step was a CUDA graph or a recorded one; None: some were
 
     @property
     def sequences(self) -> list[Sequence[int]]:
@@ -57,7 +58,7 @@ def answer(config: EngineConfig, sizes: Sizes, *, evicts: bool) -> Answers:
                 if after_eviction:
                     _generate(llm, make_filler(sizes, llm.info.vocab_size), _greedy(1))
                 cached += [one for prompt in prompts for one in _generate(llm, [prompt], few)]
-        return Answers(llm.info, llm.tokenizer, alone, together, cached)
+        return Answers(llm.info, llm.tokenizer, alone, together, cached, llm.why_eager())
 
 
 def score(

@@ -216,6 +216,9 @@ def _graphs(eager: Answers, graphs: Answers | str, bound: Bound, is_gpu: bool) -
     sides = "eager / CUDA graphs" if is_gpu else "eager / recorded steps"
     if isinstance(graphs, str):
         return Comparison(Subject.GRAPHS, sides, skipped=graphs)
+    if graphs.why_eager is not None:
+        none = "no CUDA graph was captured" if is_gpu else "no step was recorded"
+        return Comparison(Subject.GRAPHS, sides, skipped=f"{none}: {graphs.why_eager}")
     pairs = [
         *_pairs(eager.alone, graphs.alone),
         *_pairs(eager.together, graphs.together),

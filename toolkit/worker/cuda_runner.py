@@ -86,6 +86,12 @@ class CudaRunner(ModelRunner):
         """Most rows of logits that are sampled again at once. Memory is reserved for so many."""
         return len(self._sampled)
 
+    @property
+    def why_eager(self) -> str | None:
+        return (
+            None if self._graphs else "the attention backend or the model's code does not allow it"
+        )
+
     # ---- steps
 
     @torch.inference_mode()

@@ -109,6 +109,13 @@ class ModelRunner:
         """True if our CPU kernels do nearly all work, in a process of our own."""
         cache.bind(model, backend)
 
+    @property
+    def why_eager(self) -> str | None:
+        """Return why no step replays a CUDA graph or a recording, None if some do."""
+        if self.device.type == "cuda":
+            return "CUDA graphs need the package triton"
+        return self.model.why_unrecorded
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         """Launch a step, after its cache copies."""

@@ -32,13 +32,14 @@ from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
 from toolkit.worker.operations import Operation
-from toolkit.worker.startup import cache_sizing, drafters
+from toolkit.worker.startup import cache_sizing
 from toolkit.worker.startup.cache_sizing import CacheSize
+from toolkit.worker.startup.checks import find_loaders
 from toolkit.worker.startup.description import describe_drafter, describe_worker
 from toolkit.worker.startup.devices import choose_device, start_threads
 from toolkit.worker.startup.encoders import start_encoder
 from toolkit.worker.startup.loading import Loading
-from toolkit.worker.startup.model_loader import LoadedModel, ModelLoader
+from toolkit.worker.startup.model_loader import LoadedModel
 from toolkit.worker.startup.phases import Phases
 from toolkit.worker.startup.runners import RunnerFactory
 from toolkit.worker.startup.setup import Place, Setup, read_setup, use_stream
@@ -101,10 +102,10 @@ class Worker:
         place = self._take_place(device, phases)
         with phases("config"):
             setup = read_setup(self.config, self.folder, place)
-            speculation = drafters.check(setup)
-            loader = drafters.find_loader(setup, speculation)
+            loaders = find_loaders(setup)
+            loader = loaders.drafter
         start = time.perf_counter()
-        loaded = ModelLoader(setup).load(0 if loader is None else loader.nbytes)
+        loaded = loaders.model.load(0 if loader is None else loader.nbytes)
         self._loading = loaded.loading
         drafter = None
         if loader is not None:
@@ -139,8 +140,8 @@ class Worker:
                 self._reader = AdapterReader(loaded.adapters, self.config, self.folder)
                 self.info.adapters = self._reader.read_modules()
         self._add_pooling(setup, model)
-        if speculation is not None:
-            describe_drafter(self.info, speculation, self.runner, has_model=drafter is not None)
+        if (wanted := loaders.speculation) is not None:
+            describe_drafter(self.info, wanted, self.runner, has_model=drafter is not None)
             if device.type == "cpu":
                 warm_up = WarmUp(self.runner, self.info, setup.max_num_seqs)
                 self.info.step_seconds = warm_up.step_seconds(self.world.total)
@@ -246,6 +247,10 @@ class Worker:
         """Do an operation. Between steps; the next ones may run before the result is there."""
         assert self._reader is not None, "no operation without adapters"
         return self._reader.operate(operation)
+
+    def why_eager(self) -> str | None:
+        """Return why no step so far was a CUDA graph or a recorded one, None if one was."""
+        return "encoders have none" if self.encoder is not None else self.runner.why_eager
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Use the worker's stream."""

@@ -83,6 +83,6 @@ def choose_size(setup: Setup, room: int, block_bytes: int) -> CacheSize:
         )
         max_model_len = num_blocks * cache.block_size
     memory_budget.require_one_request_fits(
-        num_blocks, cache.block_size, max_model_len, block_bytes, setup.device
+        cache, num_blocks, max_model_len, block_bytes, setup.device
     )
     return CacheSize(num_blocks, num_host_blocks, max_model_len)

@@ -9,6 +9,7 @@ from toolkit.config import CacheConfig
 from toolkit.config.engine import MEMORY_VARIABLE
 from toolkit.errors import OutOfMemoryError
 from toolkit.hardware.memory import available, other_programs
+from toolkit.worker.startup.cache_problem import cache_problem
 
 
 def require_weights_fit(
@@ -48,20 +49,19 @@ def cache_blocks(
 
 
 def require_one_request_fits(
-    num_blocks: int, block_size: int, max_model_len: int, block_bytes: int, device: torch.device
+    config: CacheConfig,
+    num_blocks: int,
+    max_model_len: int,
+    block_bytes: int,
+    device: torch.device,
 ) -> None:
-    """Raise OutOfMemoryError, with the largest max_model_len that fits, if it is too small."""
-    fits = num_blocks * block_size
-    if fits < max_model_len:
-        raise OutOfMemoryError(
-            f"The KV cache holds {fits} tokens ({units.size(num_blocks * block_bytes)}), and one "
-            f"request of the full length, {max_model_len} tokens, takes "
-            f"{units.size(-(-max_model_len // block_size) * block_bytes)}. "
-            + (
-                f"Use --max-model-len {fits} or less, or give the cache more memory "
-                if fits
-                else "Give the cache more memory "
-            )
-            + f"(--gpu-memory-utilization, --kv-cache-memory).{other_programs(device)}",
-            param="max_model_len",
-        )
+    """Raise OutOfMemoryError, with what to change, if the cache is too small."""
+    problem = cache_problem(
+        config,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        max_model_len=max_model_len,
+        on_gpu=device.type == "cuda",
+    )
+    if problem is not None:
+        raise OutOfMemoryError(problem + other_programs(device), param="max_model_len")

@@ -43,14 +43,16 @@ class ModelLoader:
     """Loads the model of one worker."""
 
     def __init__(self, setup: Setup) -> None:
+        """Build the model without memory. Raises ToolkitError for settings that do not fit it."""
         self._setup = setup
+        self.sketch = self._sketch(setup.place.stage, setup.place.group)
+        self._require_adapters()
 
     def load(self, drafter_bytes: int) -> LoadedModel:
         """Return the model. On a GPU its weights may still be loading.
 
         `drafter_bytes`: weights of a drafter's model, which is loaded afterwards."""
-        setup, place = self._setup, self._setup.place
-        sketch = self._sketch(place.stage, place.group)
+        setup, place, sketch = self._setup, self._setup.place, self.sketch
         if (packings := setup.model_config.packings) is not None:
             names = [slot.rpartition(".")[0] for slot in sketch.slots()]
             layouts = packings.layouts(dict.fromkeys(names))
@@ -136,25 +138,35 @@ class ModelLoader:
     def _add_adapters(self, loaded: LoadedModel, everything: Model) -> None:
         """Give the model's layers adapters. `everything`: the model with all of its stages."""
         setup, model = self._setup, loaded.model
-        self._require_adapters(model)
-        lora, rank = setup.config.lora, max_lora_rank(setup.config.lora)
         with use_stream(setup.place.stream), setup.explain_lack_for_weights():
-            loaded.adapters = Adapters(
-                model, everything, rank, lora.max_loras, setup.dtype, setup.place.kernels
-            )
+            loaded.adapters = self._adapters(model, everything)
         loaded.weight_bytes += sum(
             module.nbytes for module in model.modules() if isinstance(module, Adapted)
         )
 
-    def _require_adapters(self, model: Model) -> None:
-        """Raise ConfigError if the model cannot have adapters here."""
+    def _adapters(self, model: Model, everything: Model) -> Adapters:
+        setup, lora = self._setup, self._setup.config.lora
+        return Adapters(
+            model, everything, self._max_lora_rank, lora.max_loras, setup.dtype, setup.place.kernels
+        )
+
+    def sketch_adapters(self) -> Adapters:
+        """Return the adapters of the model without memory. It cannot be loaded afterwards."""
+        return self._adapters(self.sketch, self._sketch(SINGLE_STAGE, self._setup.place.group))
+
+    def _require_adapters(self) -> None:
+        """Raise ToolkitError if the model cannot have adapters here, or one is missing."""
+        if not self._setup.config.lora.is_enabled:
+            return
         problem = None
         if self._setup.device.type != "cpu" and self._setup.place.kernels is None:
             problem = "adapters on a GPU need the package triton"
-        elif not isinstance(model, Decoder):
-            problem = f"adapters of {model.architecture} are not supported: tk has no code of it"
+        elif not isinstance(self.sketch, Decoder):
+            name = self.sketch.architecture
+            problem = f"adapters of {name} are not supported: tk has no code of it"
         if problem is not None:
             raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
+        self._max_lora_rank = max_lora_rank(self._setup.config.lora)
 
     def _fill(self, model: Model, fill: Fill, stop: threading.Event) -> None:
         with use_stream(self._setup.place.stream), self._setup.explain_lack_for_weights():

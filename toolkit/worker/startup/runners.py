@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from toolkit.attention import choose_backend
+from toolkit.attention import AttentionBackend, choose_backend
 from toolkit.config import Speculation
 from toolkit.lora.adapters import Adapters
 from toolkit.lora.weight import Active
@@ -27,6 +27,23 @@ from toolkit.worker.startup.setup import Setup
 logger = logging.getLogger(__name__)
 
 
+def choose_attention(setup: Setup, model: CausalLM) -> tuple[torch.dtype, AttentionBackend, str]:
+    """Return (type of the cache, backend, why it was chosen).
+
+    Raises ConfigError if the device does not support those of the settings."""
+    cache = setup.config.cache
+    dtype = choose_cache_dtype(cache.kv_cache_dtype, setup.dtype, setup.device)
+    backend, why = choose_backend(
+        setup.config.device.attention_backend,
+        setup.device,
+        setup.dtype,
+        model.attention_layers()[0].shape.head_size,
+        cache.block_size,
+        fp8_cache=dtype == torch.float8_e4m3fn,
+    )
+    return dtype, backend, why
+
+
 class RunnerFactory:
     """Makes runners of one model, with caches of any size: a small one measures memory."""
 
@@ -41,17 +58,7 @@ class RunnerFactory:
         self._setup, self._model, self._processors = setup, model, processors
         self._adapters, self._drafter = adapters, drafter
         self._block_size = setup.config.cache.block_size
-        self._cache_dtype = choose_cache_dtype(
-            setup.config.cache.kv_cache_dtype, setup.dtype, setup.device
-        )
-        self.backend, why = choose_backend(
-            setup.config.device.attention_backend,
-            setup.device,
-            setup.dtype,
-            model.attention_layers()[0].shape.head_size,
-            self._block_size,
-            fp8_cache=self._cache_dtype == torch.float8_e4m3fn,
-        )
+        self._cache_dtype, self.backend, why = choose_attention(setup, model)
         logger.info("attention backend %s (%s)", self.backend.name, why)
 
     @property

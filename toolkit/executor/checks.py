@@ -1,4 +1,4 @@
-"""Check that a model can be split over a number of ranks."""
+"""Check settings before a start: above all, that a model can be split over the ranks."""
 
 from pathlib import Path
 
@@ -11,8 +11,19 @@ from toolkit.models.build import build_model, load_config
 from toolkit.models.describe import Decoder, Encoder
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.registry import describe
+from toolkit.worker.startup.checks import check_start
 
 MOST = 64  # sizes to try for the list of possible ones
+
+
+def check_settings(config: EngineConfig, folder: Path) -> None:
+    """Raise the ToolkitError of a start for settings that model or device do not support.
+
+    Needs no weights but those of --lora-modules. Devices of a Ray cluster are not checked."""
+    if config.parallel.world_size > 1:
+        require_size(config, folder)
+    if config.parallel.distributed_executor_backend == "mp":
+        check_start(config, folder)
 
 
 def require_size(config: EngineConfig, folder: Path) -> None:

@@ -1,0 +1,124 @@
+"""`tk serve --dry-run` refuses settings as a start does, which refuses them first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.checkpoints import edit_json
+from toolkit import LLM
+from toolkit.config import EngineConfig
+from toolkit.errors import ToolkitError
+from toolkit.inventory.dry_run import dry_run
+
+QUANTIZED = Path(__file__).parents[1] / "weights" / "quantized" / "gptq-4bit-g128"
+ADAPTER = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+
+
+def drafter_with(method: str, folder: str | None) -> dict[str, object]:
+    model = {} if folder is None else {"model": folder}
+    return {"speculative_config": {"method": method} | model}
+
+
+def adapter(folder: str) -> dict[str, object]:
+    return {"lora_modules": (f"one={folder}",)}
+
+
+REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
+    "heads": ({"tensor_parallel_size": 3}, "4 attention heads .* Possible sizes: 1, 2, 4"),
+    "stages": ({"pipeline_parallel_size": 3}, "the model has 2 layers"),
+    "fp8": ({"quantization": "fp8"}, "fp8 needs an NVIDIA GPU"),
+    "quantized": ({"model": str(QUANTIZED), "quantization": "int8"}, "are already quantized"),
+    "experts": ({"enable_expert_parallel": True}, "has no experts"),
+    "flash": ({"attention_backend": "flash"}, "flash cannot run here: .* needs an NVIDIA GPU"),
+    "other tokens": (drafter_with("draft_model", "other"), "has other tokens than"),
+    "no drafter": (drafter_with("eagle", "./no"), "drafter of --speculative-config: There is no"),
+    "no EAGLE": (drafter_with("eagle", "other"), "its layout is not that of EAGLE"),
+    "no MTP": (drafter_with("mtp", None), "LlamaForCausalLM has no layer that drafts"),
+    "no adapter": (adapter("./no"), "there is no adapter_config.json"),
+    "no folder": ({"lora_dir": "./no"}, "--lora-dir ./no: there is no such folder"),
+    "a file": ({"lora_dir": "cut/adapter_config.json"}, "it is not a folder"),
+    "DoRA": (adapter("dora"), "it is a DoRA adapter"),
+    "cut adapter": (adapter("cut"), "adapter_model.safetensors cannot be read"),
+    "foreign adapter": (adapter("foreign"), "to a weight of another shape"),
+}
+
+
+def save_adapter(folder: Path, columns: int, **changes: object) -> None:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER | changes))
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    tensors = {}
+    for layer in (0, 1):
+        tensors[name.format(layer, "A")] = torch.zeros(2, columns)
+        tensors[name.format(layer, "B")] = torch.zeros(columns, 2)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the model `model`, a drafter of other tokens, and adapters."""
+    folder, model = tmp_path_factory.mktemp("refused"), checkpoint("llama3-gqa")
+    (folder / "model").symlink_to(model)
+    (folder / "other").mkdir()
+    for file in model.iterdir():
+        (folder / "other" / file.name).write_bytes(file.read_bytes())
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]
+    vocabulary["vocab"] |= {"a": vocabulary["vocab"]["b"], "b": vocabulary["vocab"]["a"]}
+    edit_json(folder / "other" / "tokenizer.json", model=vocabulary)
+    size = json.loads((model / "config.json").read_text())["hidden_size"]
+    save_adapter(folder / "good", size)
+    save_adapter(folder / "dora", size, use_dora=True)
+    save_adapter(folder / "foreign", size + 1)
+    save_adapter(folder / "cut", size)
+    weights = folder / "cut" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:99])
+    return folder
+
+
+def settings(**more: object) -> EngineConfig:
+    return EngineConfig.from_settings({"model": "model", "device": "cpu"} | more)
+
+
+def error_of(call: Callable[[], object]) -> tuple[type[ToolkitError], str]:
+    with pytest.raises(ToolkitError) as raised:
+        call()
+    return raised.type, raised.value.message
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_dry_run_refuses_what_a_start_refuses(
+    folder: Path, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    given, message = REFUSED[case]
+    config = settings(**given)
+    monkeypatch.chdir(folder)
+    with pytest.raises(ToolkitError, match=message):
+        dry_run(config, as_json=False)
+    assert not capsys.readouterr().out
+    assert error_of(lambda: dry_run(config, as_json=False)) == error_of(lambda: LLM(config=config))
+
+
+def test_dry_run_accepts_what_a_start_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    given = {"quantization": "int8", "dtype": "bfloat16", "tensor_parallel_size": 2}
+    more = adapter("good") | {"attention_backend": "cpu", "kv_cache_dtype": "fp8"}
+    for one in (given, more, drafter_with("draft_model", "model"), drafter_with("ngram", None)):
+        assert dry_run(settings(**one), as_json=False) == 0
+
+
+@pytest.mark.parametrize("case", ["fp8", "flash", "no adapter", "no folder"])
+def test_a_start_refuses_settings_before_it_reads_weights(
+    folder: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / "model" / name).read_bytes())
+    given, message = REFUSED[case]
+    monkeypatch.chdir(folder)
+    with pytest.raises(ToolkitError, match=message):
+        LLM(config=settings(**given, model=str(tmp_path)))
