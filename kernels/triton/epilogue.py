@@ -93,7 +93,7 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def beside(a, b):
+def side_by_side(a, b):
     """Return `[rows, 2 * columns]`, b after a. As an operand of the tensor cores it takes no
     instructions; one product of it, unlike two, is computed while the next operand is made."""
     return tl.reshape(tl.permute(tl.join(a, b), [0, 2, 1]), [a.shape[0], 2 * a.shape[1]])

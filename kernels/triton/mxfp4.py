@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .epilogue import beside, dot
+from .epilogue import dot, side_by_side
 from .fp8 import INTERPRETED
 from .matmul import load_once
 
@@ -102,7 +102,7 @@ def product(
         words = load_once(rows[:, None] + step * GROUP + word, True, True)
         exponents = tl.load(scales + step)
         a, b, c, d = numbers(words, exponents[:, None])
-        weight = beside(beside(a, b), beside(c, d)).to(x_rows.dtype.element_ty)
+        weight = side_by_side(side_by_side(a, b), side_by_side(c, d)).to(x_rows.dtype.element_ty)
         at = start + column
         in_x = live[:, None] if EVEN else live[:, None] & (at < in_features)
         x = tl.load(x_rows[:, None] + at, mask=in_x, other=0.0)
