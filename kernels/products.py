@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit.kernels import cublas, reference
-from toolkit.kernels.triton import fp8, fp8_matmul, grouped, grouped_layout, linear, lora
 from toolkit.kernels.triton.activation import activation as activated
 from toolkit.kernels.triton.activation import gated_activation
-from toolkit.kernels.triton.epilogue import Delta
-from toolkit.kernels.triton.lora import Factors
-from toolkit.kernels.triton.matmul import Unscaled
+from toolkit.kernels.triton.products import fp8, fp8_matmul, grouped, grouped_layout, linear, lora
+from toolkit.kernels.triton.products.epilogue import Delta
+from toolkit.kernels.triton.products.lora import Factors
+from toolkit.kernels.triton.products.matmul import Unscaled
 
 MORE_ROW_CLASSES = fp8_matmul.ROW_CLASSES
 """Numbers of rows above `matmul.ROW_CLASSES` for which `grouped` and `fp8_matmul` have kernels of

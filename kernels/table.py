@@ -16,25 +16,16 @@ class Kernels:
 
     def __init__(self) -> None:
         from toolkit.kernels import cublas, products, sums
-        from toolkit.kernels.triton import (
-            activation,
-            ahead,
-            all_reduce,
-            attention,
+        from toolkit.kernels.triton import activation, ahead, all_reduce, embedding, inputs, norm
+        from toolkit.kernels.triton.attention import attention, rotary
+        from toolkit.kernels.triton.experts import experts, routing
+        from toolkit.kernels.triton.products import grouped_layout, lora, matmul
+        from toolkit.kernels.triton.sampling import (
             bitmask,
             drafts,
-            embedding,
-            experts,
-            grouped_layout,
-            inputs,
             logprobs,
-            lora,
-            matmul,
-            norm,
             penalties,
             resample,
-            rotary,
-            routing,
             sampling,
         )
 

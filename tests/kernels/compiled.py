@@ -12,26 +12,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from toolkit.kernels.triton import (
-    expert_kernels,
-    expert_vectors,
-    experts,
-    fp8,
-    fp8_matmul,
-    linear,
-    routing,
-)
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
-from toolkit.kernels.triton.attention_hopper import SWIZZLED, hopper_prefill_kernel
-from toolkit.kernels.triton.attention_kernels import decode_kernel, merge_kernel
-from toolkit.kernels.triton.drafts import _draft_inputs_kernel
-from toolkit.kernels.triton.grouped import _grouped_kernel
-from toolkit.kernels.triton.logprobs import _blocks_kernel, _records_kernel
-from toolkit.kernels.triton.lora import _delta_kernel, _shrink_kernel
-from toolkit.kernels.triton.matmul import _tile_kernel
+from toolkit.kernels.triton.attention.attention_hopper import SWIZZLED, hopper_prefill_kernel
+from toolkit.kernels.triton.attention.attention_kernels import decode_kernel, merge_kernel
+from toolkit.kernels.triton.attention.rotary import _qk_norm_rope_write_kernel
+from toolkit.kernels.triton.experts import expert_kernels, expert_vectors, experts, routing
 from toolkit.kernels.triton.norm import _join_kernel
-from toolkit.kernels.triton.rotary import _qk_norm_rope_write_kernel
-from toolkit.kernels.triton.sampling import _choose_kernel, _statistics_kernel
+from toolkit.kernels.triton.products import fp8, fp8_matmul, linear
+from toolkit.kernels.triton.products.grouped import _grouped_kernel
+from toolkit.kernels.triton.products.lora import _delta_kernel, _shrink_kernel
+from toolkit.kernels.triton.products.matmul import _tile_kernel
+from toolkit.kernels.triton.sampling.drafts import _draft_inputs_kernel
+from toolkit.kernels.triton.sampling.logprobs import _blocks_kernel, _records_kernel
+from toolkit.kernels.triton.sampling.sampling import _choose_kernel, _statistics_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 << 10

@@ -27,7 +27,7 @@ def triton(triton_runs: bool) -> None:
 
 @pytest.fixture(scope="session")
 def triton_attention(triton: None) -> ModuleType:
-    from toolkit.kernels.triton import attention
+    from toolkit.kernels.triton.attention import attention
 
     return attention
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.kernels.triton.fp8 import unpacked
-from toolkit.kernels.triton.matmul import like
+from toolkit.kernels.triton.products.fp8 import unpacked
+from toolkit.kernels.triton.products.matmul import like
 
 
 def converted(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.kernels.triton import matmul
 from toolkit.kernels.triton.activation import apply
-from toolkit.kernels.triton.epilogue import Norm, dot
-from toolkit.kernels.triton.matmul import COLUMNS, Tile, Unscaled, load_once
 from toolkit.kernels.triton.pdl import fetch, release, supported, wait
+from toolkit.kernels.triton.products import matmul
+from toolkit.kernels.triton.products.epilogue import Norm, dot
+from toolkit.kernels.triton.products.matmul import COLUMNS, Tile, Unscaled, load_once
 
 
 def product(

@@ -14,7 +14,7 @@ SHAPES = [(1, 1, 31), (3, 2, 64), (5, 5, 100), (4, 1, 4099), (6, 3, 9000)]
 
 @pytest.fixture(scope="session")
 def mask_logits(triton):
-    from toolkit.kernels.triton.bitmask import mask_logits
+    from toolkit.kernels.triton.sampling.bitmask import mask_logits
 
     return mask_logits
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from toolkit.kernels.triton import matmul
 from toolkit.kernels.triton.counters import counters
+from toolkit.kernels.triton.products import matmul
 
 
 def test_each_count_has_its_own_counters():

@@ -18,7 +18,7 @@ NUM_ROWS, WIDTH = 9, 3000
 
 @pytest.fixture(scope="session")
 def drafts(triton) -> ModuleType:
-    from toolkit.kernels.triton import drafts
+    from toolkit.kernels.triton.sampling import drafts
 
     return drafts
 

@@ -38,7 +38,8 @@ class Case:
 @pytest.fixture(scope="session")
 def kernels(triton) -> SimpleNamespace:
     from tests.kernels import plain
-    from toolkit.kernels.triton import ahead, epilogue, grouped, grouped_layout, matmul
+    from toolkit.kernels.triton import ahead
+    from toolkit.kernels.triton.products import epilogue, grouped, grouped_layout, matmul
 
     return SimpleNamespace(
         ahead=ahead,

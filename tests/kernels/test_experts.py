@@ -26,7 +26,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 @pytest.fixture(scope="session")
 def kernels(triton) -> ModuleType:
-    from toolkit.kernels.triton import experts
+    from toolkit.kernels.triton.experts import experts
 
     return experts
 
@@ -556,7 +556,8 @@ def test_experts_of_real_sizes(kernels, device, case, kind):
 @pytest.mark.parametrize("tokens", SIZES)
 def test_layers_do_not_depend_on_early_launches(kernels, device, monkeypatch, tokens, kind):
     """In a graph, kernels that are launched early read nothing before it is written."""
-    from toolkit.kernels.triton import fp8, fp8_matmul, routing
+    from toolkit.kernels.triton.experts import routing
+    from toolkit.kernels.triton.products import fp8, fp8_matmul
 
     call = make_real(Case(tokens, 1024, 512, 32, 4, kind=kind), device)
     del call["x"], call["ids"], call["weights"]

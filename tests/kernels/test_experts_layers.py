@@ -82,7 +82,7 @@ def computed(module: object, made: nn.Module, routing: Routing, x: Tensor) -> Te
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("tokens", [1, 3, 30])
 def test_layers_equal_those_of_transformers(triton, device, name, tokens):
-    from toolkit.kernels.triton import experts, routing
+    from toolkit.kernels.triton.experts import experts, routing
 
     made, how = layer(name)
     x = torch.randn(tokens, HIDDEN)

@@ -22,7 +22,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 @pytest.fixture(scope="session")
 def fp8(triton):
-    from toolkit.kernels.triton import fp8
+    from toolkit.kernels.triton.products import fp8
 
     return fp8
 
@@ -213,7 +213,7 @@ def test_bias_activation_and_gate(fp8, device, end, biased, in_features, tokens)
 @pytest.mark.parametrize("num_rows", [768, 6000, 40_000])
 def test_best_tiles_cover_every_size(fp8, device, num_rows, tokens, gated):
     """The product has few outputs, to keep the interpreter fast."""
-    from toolkit.kernels.triton import matmul
+    from toolkit.kernels.triton.products import matmul
 
     for in_features in (512, 1040):
         tile = matmul.best_tile_of_fp8(tokens, num_rows, in_features)

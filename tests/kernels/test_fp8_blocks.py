@@ -28,7 +28,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 @pytest.fixture(scope="session")
 def kernels(triton) -> SimpleNamespace:
     from toolkit.kernels import products
-    from toolkit.kernels.triton import epilogue, fp8, fp8_matmul, lora, matmul
+    from toolkit.kernels.triton.products import epilogue, fp8, fp8_matmul, lora, matmul
 
     return SimpleNamespace(
         products=products,

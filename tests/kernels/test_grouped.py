@@ -18,14 +18,14 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}  # relative, in norm
 
 @pytest.fixture(scope="session")
 def grouped_layout(triton):
-    from toolkit.kernels.triton import grouped_layout
+    from toolkit.kernels.triton.products import grouped_layout
 
     return grouped_layout
 
 
 @pytest.fixture(scope="session")
 def grouped(triton):
-    from toolkit.kernels.triton import grouped
+    from toolkit.kernels.triton.products import grouped
 
     return grouped
 
@@ -159,7 +159,7 @@ def test_steps_are_smaller_if_they_do_not_divide_the_columns(grouped, grouped_la
 )
 def test_warm_up_has_a_step_for_each_kernel(grouped, grouped_layout, shape):
     from toolkit.kernels import products
-    from toolkit.kernels.triton.matmul import ROW_CLASSES, late
+    from toolkit.kernels.triton.products.matmul import ROW_CLASSES, late
 
     with torch.device("meta"):
         weight = grouped_layout.empty(shape, 4, 128, torch.float16, None)

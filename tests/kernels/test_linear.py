@@ -32,7 +32,7 @@ class Case:
 
 @pytest.fixture(scope="session")
 def linears(triton):
-    from toolkit.kernels.triton import linear
+    from toolkit.kernels.triton.products import linear
 
     return linear
 
@@ -184,7 +184,7 @@ def check_norm(linears, device, dtype, tokens, hidden, in_features, tile=None) -
 @pytest.mark.parametrize("in_features", [64, 512, 896, 1024, 2048, 4096, 14336])
 def test_choices_are_equal_within_a_class_of_rows(linears, num_rows, in_features):
     """Warm-up compiles the kernels of one number of rows per class."""
-    from toolkit.kernels.triton import fp8
+    from toolkit.kernels.triton.products import fp8
 
     matmul = linears.matmul
     weight = torch.empty(num_rows, in_features, dtype=torch.bfloat16, device="meta")

@@ -21,7 +21,7 @@ NAN = float("nan")
 @pytest.fixture(scope="session")
 def kernels(triton) -> SimpleNamespace:
     from toolkit.kernels import products
-    from toolkit.kernels.triton import grouped_layout, lora, matmul
+    from toolkit.kernels.triton.products import grouped_layout, lora, matmul
 
     return SimpleNamespace(
         grouped_layout=grouped_layout, lora=lora, matmul=matmul, products=products

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from toolkit.kernels.triton import pdl
 
 FOLDER = Path(reference.__file__).parent / "triton"
-TREES = {path.stem: ast.parse(path.read_text()) for path in FOLDER.glob("*.py")}
+TREES = {path.stem: ast.parse(path.read_text()) for path in FOLDER.rglob("*.py")}
 FUNCTIONS = {
     (module, node.name): node
     for module, tree in TREES.items()
@@ -34,8 +34,9 @@ def imported(module: str) -> dict[str, tuple[str, str]]:
     """Return the functions that a module's names stand for, by name."""
     found = {name: (own, name) for own, name in FUNCTIONS if own == module}
     for node in TREES[module].body:
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            found |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.level and node.module:
+            other = node.module.rpartition(".")[2]
+            found |= {alias.asname or alias.name: (other, alias.name) for alias in node.names}
     return found
 
 

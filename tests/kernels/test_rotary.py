@@ -99,7 +99,7 @@ def make(case: Case, device: torch.device) -> Inputs:
 
 @pytest.fixture(scope="session")
 def rotary(triton):
-    from toolkit.kernels.triton import rotary
+    from toolkit.kernels.triton.attention import rotary
 
     return rotary
 

@@ -21,7 +21,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 @pytest.fixture(scope="session")
 def kernels(triton) -> ModuleType:
-    from toolkit.kernels.triton import routing
+    from toolkit.kernels.triton.experts import routing
 
     return routing
 

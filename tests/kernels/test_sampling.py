@@ -46,9 +46,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 @pytest.fixture(scope="session")
 def sampling(triton):
-    from toolkit.kernels.triton.logprobs import logprobs
-    from toolkit.kernels.triton.penalties import penalize
-    from toolkit.kernels.triton.sampling import sample
+    from toolkit.kernels.triton.sampling.logprobs import logprobs
+    from toolkit.kernels.triton.sampling.penalties import penalize
+    from toolkit.kernels.triton.sampling.sampling import sample
 
     return SimpleNamespace(sample=sample, logprobs=logprobs, penalize=penalize)
 
@@ -208,7 +208,7 @@ def test_many_seeds_and_positions(sampling, device):
 def test_tokens_do_not_depend_on_the_size_of_blocks(sampling, device, width, monkeypatch):
     parameters = [{}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.01}]
     case = step(random_logits(4, 1000, torch.bfloat16, device), parameters)
-    monkeypatch.setattr("toolkit.kernels.triton.sampling.WIDTH", width)
+    monkeypatch.setattr("toolkit.kernels.triton.sampling.sampling.WIDTH", width)
     check(sampling, case)
 
 
@@ -498,7 +498,7 @@ def test_counts_of_penalties_are_zero_again(sampling, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_logits_are_gathered_and_their_tokens_scattered(triton, device, dtype):
-    from toolkit.kernels.triton import resample
+    from toolkit.kernels.triton.sampling import resample
 
     logits = torch.full((7, 9010), NAN, dtype=dtype, device=device)[:, :9001]
     logits.copy_(random_logits(7, 9001, dtype, device))

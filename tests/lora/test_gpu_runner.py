@@ -33,7 +33,7 @@ def test_the_gpu_runner_adapts_as_the_cpu_runner(
     A drafter has no adapters, and does not change what they compute."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
-    from toolkit.kernels.triton import lora
+    from toolkit.kernels.triton.products import lora
 
     for name in ("PROGRAMS", "MORE_PROGRAMS"):  # the interpreter takes a millisecond for each
         monkeypatch.setattr(lora, name, 2)

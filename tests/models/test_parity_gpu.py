@@ -352,7 +352,7 @@ def wide_case(folder: Path, family: str, **sizes: int) -> Case:
 @pytest.mark.parametrize("budget", [2048, 72])
 def test_head_size_128(tmp_path, monkeypatch, budget, dtype):
     """On Hopper, prompts use a separate kernel: at once, in chunks, and after cached prefixes."""
-    from toolkit.kernels.triton import attention
+    from toolkit.kernels.triton.attention import attention
 
     steps = []
     prefill = attention._prefill_on_hopper

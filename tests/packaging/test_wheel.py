@@ -124,7 +124,7 @@ def shared_files(tree: Path) -> set[str]:
 def test_wheel_has_exactly_the_modules_of_toolkit_and_kernels(tree: Path, names: set[str]):
     ours = python_files(tree / "toolkit", tree)
     kernels = {f"toolkit/{name}" for name in python_files(tree / "kernels", tree)}
-    assert "toolkit/kernels/triton/attention.py" in kernels
+    assert "toolkit/kernels/triton/attention/attention.py" in kernels
     assert "toolkit/scheduler/scheduler.py" in ours
     assert {name for name in names if name.endswith(".py")} == ours | kernels
 
@@ -204,8 +204,9 @@ def test_installed_package_finds_its_modules(built: tuple[Path, Path], tmp_path:
 import importlib.util, pathlib, sys, toolkit
 import toolkit.errors
 from toolkit.demo import MODEL_DIR
-modules = "kernels.reference kernels.triton.attention scheduler.scheduler worker.worker cli.serve"
-for name in modules.split():
+modules = ("kernels.reference", "kernels.triton.attention.attention", "scheduler.scheduler",
+           "worker.worker", "cli.serve")
+for name in modules:
     place = pathlib.Path("toolkit", *name.split(".")).with_suffix(".py")
     assert (pathlib.Path(toolkit.__file__).parents[1] / place).is_file(), place
 reference = importlib.util.find_spec("toolkit.kernels.reference").origin

@@ -25,7 +25,7 @@ from toolkit.weights.source import Source
 from toolkit.weights.weight import Epilogue, Weight, parameter
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.kernels.triton.products.matmul import Unscaled
     from toolkit.weights.weight import Rows
 
 Split = Literal["out", "in"] | None

@@ -10,7 +10,7 @@ from toolkit.layers.linear import Linear
 from toolkit.layers.norm import Join
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.kernels.triton.products.matmul import Unscaled
 
 
 class Stream:

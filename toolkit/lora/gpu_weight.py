@@ -17,8 +17,8 @@ from toolkit.lora.weight import BASE, Adapted, Part, Slots
 from toolkit.weights.weight import ALL, Epilogue, Weight, parameter
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.lora import Factors
-    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.kernels.triton.products.lora import Factors
+    from toolkit.kernels.triton.products.matmul import Unscaled
     from toolkit.weights.weight import Rows
 
 

@@ -31,7 +31,7 @@ from toolkit.weights.slots import JoinedSlot, Slot, Slots
 from toolkit.weights.weight import parameter
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.kernels.triton.products.matmul import Unscaled
 
 
 class Mix(nn.Module):

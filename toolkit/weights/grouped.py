@@ -18,8 +18,8 @@ from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, We
 
 if TYPE_CHECKING:
     from toolkit.kernels.table import Kernels
-    from toolkit.kernels.triton.grouped_layout import Grouped
-    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.kernels.triton.products.grouped_layout import Grouped
+    from toolkit.kernels.triton.products.matmul import Unscaled
     from toolkit.weights.weight import Rows
 
 

@@ -16,7 +16,7 @@ from toolkit.weights.slots import Slot
 from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, Weight, parameter
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.kernels.triton.products.matmul import Unscaled
     from toolkit.weights.weight import Rows
 
 

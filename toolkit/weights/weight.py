@@ -17,8 +17,8 @@ from toolkit.weights.groups import Decoded
 from toolkit.weights.slots import Slot
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.lora import Factors
-    from toolkit.kernels.triton.matmul import Unscaled
+    from toolkit.kernels.triton.products.lora import Factors
+    from toolkit.kernels.triton.products.matmul import Unscaled
     from toolkit.weights.formats import Packing
 
     Rows = torch.Tensor | Unscaled

@@ -25,8 +25,10 @@ from triton.runtime.errors import OutOfResources
 
 from toolkit.kernels import mxfp4, reference
 from toolkit.kernels.reference import FP8_BLOCK, Routing, Stack
-from toolkit.kernels.triton import activation, ahead, experts, grouped_layout, routing
-from toolkit.kernels.triton.experts import Operand, Tile, Tiles
+from toolkit.kernels.triton import activation, ahead
+from toolkit.kernels.triton.experts import experts, routing
+from toolkit.kernels.triton.experts.experts import Operand, Tile, Tiles
+from toolkit.kernels.triton.products import grouped_layout
 from tools.bench.chosen_experts import print_chosen_experts
 from tools.bench.kernels import achieved, copy_bandwidth, elapsed, matmul_rate
 

@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels.reference import HeadNorm, Norm
-from toolkit.kernels.triton import (
-    activation,
-    bitmask,
-    embedding,
-    fp8,
-    inputs,
-    logprobs,
-    norm,
-    penalties,
-    rotary,
-)
+from toolkit.kernels.triton import activation, embedding, inputs, norm
+from toolkit.kernels.triton.attention import rotary
+from toolkit.kernels.triton.products import fp8
+from toolkit.kernels.triton.sampling import bitmask, logprobs, penalties
 
 COLD_BYTES = 512 << 20
 """Bytes to access before a tensor is used again, so that it is no longer in the L2 cache."""

@@ -24,8 +24,11 @@ from triton.runtime.errors import OutOfResources
 
 from toolkit.kernels import cublas
 from toolkit.kernels.reference import HeadNorm, Norm
-from toolkit.kernels.triton import activation, attention, fp8, linear, norm, sampling
-from toolkit.kernels.triton.attention import Batch, Logits, Tile
+from toolkit.kernels.triton import activation, norm
+from toolkit.kernels.triton.attention import attention
+from toolkit.kernels.triton.attention.attention import Batch, Logits, Tile
+from toolkit.kernels.triton.products import fp8, linear
+from toolkit.kernels.triton.sampling import sampling
 from tools.bench import cpu_kernels as cpu_bench
 from tools.bench.kernel_calls import (
     BLOCK_SIZE,

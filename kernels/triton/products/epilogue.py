@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import apply
-from .pdl import fetch
+from ..activation import apply
+from ..pdl import fetch
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 RANKS = tl.constexpr(16)

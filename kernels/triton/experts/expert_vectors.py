@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import gated
+from ..activation import gated
+from ..pdl import release, wait
+from ..products.fp8 import unpacked
 from .expert_products import gated_row
-from .fp8 import unpacked
-from .pdl import release, wait
 
 
 @triton.jit

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pdl import release, supported, wait
-from .sizes import power_of_two
+from ..pdl import release, supported, wait
+from ..sizes import power_of_two
 
 WIDTH = 256  # tokens of a block
 BLOCKS = 16  # blocks per program of a pass over the vocabulary

@@ -20,13 +20,13 @@ import torch
 import triton
 from torch import Tensor
 
-from ..reference import HeadNorm
+from ...reference import HeadNorm
+from ..counters import counters
+from ..pdl import supported
+from ..products.fp8 import FP8
+from ..sizes import power_of_two
 from .attention_kernels import LOG2_E, decode_kernel, merge_kernel, prefill_kernel
-from .counters import counters
-from .fp8 import FP8
-from .pdl import supported
 from .rotary import Transform, qk_norm_rope_write
-from .sizes import power_of_two
 
 MAX_SPLITS = 64
 LONG_CONTEXT = 8192

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .counters import counters
+from ..counters import counters
+from ..pdl import fetch, release, supported, wait
 from .epilogue import RANKS, Delta, dot
-from .pdl import fetch, release, supported, wait
 
 RANK_BLOCK = 16  # divisor of the ranks of a slot
 WARPS = 4  # of a program: each multiplies a run of COLUMNS columns

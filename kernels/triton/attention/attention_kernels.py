@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fp8 import to_fp8
-from .pdl import fetch, release, wait
+from ..pdl import fetch, release, wait
+from ..products.fp8 import to_fp8
 from .rotary import clipped
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -25,14 +25,14 @@ from torch import Tensor
 from toolkit.kernels import mxfp4
 from toolkit.kernels.reference import FP8_BLOCK, Stack
 
-from .activation import GATES, check_kind
+from ..activation import GATES, check_kind
+from ..pdl import supported
+from ..products.fp8 import FP8, quantize
+from ..products.fp8_matmul import quantize as quantize_blocks
+from ..products.fp8_matmul import split
+from ..products.matmul import shared_memory
 from .expert_kernels import down_kernel, sum_kernel, up_kernel
 from .expert_vectors import vector_down_kernel, vector_up_kernel
-from .fp8 import FP8, quantize
-from .fp8_matmul import quantize as quantize_blocks
-from .fp8_matmul import split
-from .matmul import shared_memory
-from .pdl import supported
 from .routing import Blocks, arrange
 
 FEW_TOKENS = 16  # tokens up to which they are one tile, without blocks

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import check_kind
-from .counters import counters
+from ..activation import check_kind
+from ..counters import counters
+from ..pdl import fetch, release, supported, wait
 from .epilogue import (
     INTERPRETED,
     Delta,
@@ -35,16 +36,7 @@ from .epilogue import (
     tile_rows,
 )
 from .grouped_layout import Grouped
-from .matmul import (
-    MULTIPROCESSORS,
-    Tile,
-    Unscaled,
-    late,
-    load_once,
-    shared_memory,
-    sum_of_programs,
-)
-from .pdl import fetch, release, supported, wait
+from .matmul import MULTIPROCESSORS, Tile, Unscaled, late, load_once, shared_memory, sum_of_programs
 
 TOKENS = 64  # most rows of x in a tile
 FEW_TOKENS = 16

@@ -17,26 +17,12 @@ from torch import Tensor
 
 from toolkit.kernels.reference import FP8_BLOCK
 
-from .activation import apply, check_kind
-from .epilogue import (
-    Delta,
-    adapter_of_row,
-    load_parts,
-    row_arguments,
-    row_constants,
-    row_delta,
-)
+from ..activation import apply, check_kind
+from ..pdl import fetch, release, supported, wait
+from ..sizes import power_of_two
+from .epilogue import Delta, adapter_of_row, load_parts, row_arguments, row_constants, row_delta
 from .linear import _load_bias
-from .matmul import (
-    BLOCK,
-    MAX_TOKENS,
-    fetch_block_scales,
-    load_block_scales,
-    load_once,
-    matmul,
-)
-from .pdl import fetch, release, supported, wait
-from .sizes import power_of_two
+from .matmul import BLOCK, MAX_TOKENS, fetch_block_scales, load_block_scales, load_once, matmul
 
 FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from toolkit.kernels.reference import FP8_BLOCK
 
-from .counters import counters
+from ..counters import counters
+from ..pdl import fetch, release, supported, wait
 from .epilogue import (
     INTERPRETED,
     Delta,
@@ -41,7 +42,6 @@ from .epilogue import (
     tile_outputs,
     tile_rows,
 )
-from .pdl import fetch, release, supported, wait
 
 MAX_TOKENS = 64  # most rows of x in a tile
 ROW_CLASSES = (1, 8, 16, 32, 48, MAX_TOKENS)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import gated
+from ..activation import gated
+from ..pdl import fetch, release, wait
 from .expert_products import first_rows, gated_row, product
-from .pdl import fetch, release, wait
 from .routing import FIELDS
 
 NO_PAIR = tl.constexpr(2**31 - 1)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..drafts import DraftInputs, Points
-from .sizes import power_of_two
+from ...drafts import DraftInputs, Points
+from ..sizes import power_of_two
 
 POINTS = 64  # points per program
 REQUESTS = 128

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import apply, check_kind
+from ..pdl import fetch, release, supported, wait
 from . import matmul
-from .activation import apply, check_kind
 from .epilogue import (
     Delta,
     Norm,
@@ -26,7 +27,6 @@ from .epilogue import (
     row_delta,
 )
 from .matmul import Unscaled, load_once
-from .pdl import fetch, release, supported, wait
 
 MAX_TOKENS = matmul.MAX_TOKENS
 FEW_TOKENS = 16  # rows of x up to which this is as fast as cuBLAS for every weight

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from toolkit.kernels.reference import MIXER_DISTANCE, Routing
 
-from .counters import counters
-from .pdl import release, supported, wait
+from ..counters import counters
+from ..pdl import release, supported, wait
 
 MAX_EXPERTS = 512
 MAX_CHOSEN = 16

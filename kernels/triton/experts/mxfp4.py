@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .epilogue import dot, side_by_side
-from .fp8 import INTERPRETED
-from .matmul import load_once
+from ..products.epilogue import dot, side_by_side
+from ..products.fp8 import INTERPRETED
+from ..products.matmul import load_once
 
 GROUP = tl.constexpr(32)
 STEP = tl.constexpr(128)

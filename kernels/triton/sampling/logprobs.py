@@ -15,16 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sampling import (
-    BLOCKS,
-    LOG2_E,
-    WIDTH,
-    _from_key,
-    _readable,
-    _to_key,
-    check_shape,
-)
-from .sizes import power_of_two
+from ..sizes import power_of_two
+from .sampling import BLOCKS, LOG2_E, WIDTH, _from_key, _readable, _to_key, check_shape
 
 LAST_TOKEN = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(-(1 << 63))

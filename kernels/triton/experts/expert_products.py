@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .epilogue import dot
-from .fp8_matmul import SECOND
-from .grouped import unpack_int4, unpack_int8
-from .matmul import BLOCK, like, load_once
+from ..products.epilogue import dot
+from ..products.fp8_matmul import SECOND
+from ..products.grouped import unpack_int4, unpack_int8
+from ..products.matmul import BLOCK, like, load_once
 from .mxfp4 import product as mxfp4_product
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from toolkit.kernels.reference import FP8_BLOCK
 
-from .activation import check_kind
-from .counters import counters
+from ..activation import check_kind
+from ..counters import counters
+from ..pdl import fetch, release, supported, wait
 from .epilogue import (
     Delta,
     dot,
@@ -47,7 +48,6 @@ from .matmul import (
     shared_memory,
     sum_of_programs,
 )
-from .pdl import fetch, release, supported, wait
 
 FETCHED = 2  # steps of the weight to prefetch
 SECOND = tl.constexpr(16.0)  # factor of the second part of a number

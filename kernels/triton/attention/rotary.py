@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import HeadNorm
-from .fp8 import FP8, to_fp8
-from .pdl import release, supported, wait
-from .sizes import power_of_two
+from ...reference import HeadNorm
+from ..pdl import release, supported, wait
+from ..products.fp8 import FP8, to_fp8
+from ..sizes import power_of_two
 
 TILE = 2048  # most elements per program. Fewer if the GPU would not be full
 PROGRAMS = 1024

@@ -1,0 +1,1 @@
+"""Attention of decode steps and prompts over a paged cache, and rotation."""
