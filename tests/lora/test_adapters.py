@@ -20,6 +20,7 @@ from tests.lora.conftest import COUNT, CPU, OPTIONS, PROMPT, Adapter, engine, ge
 from toolkit import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
 from toolkit.kernels import cpu
+from toolkit.lora.peft import read_adapter
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -287,6 +288,15 @@ BROKEN = {
         "of another shape. It is for another base model",
     ),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.int8])
+def test_factors_of_other_types_become_fp32(adapter, tmp_path, dtype):
+    folder = copied(adapter("attention"), tmp_path)
+    change_tensors(lambda t: t.update({NAME: t[NAME].to(dtype)}))(folder)
+    module = NAME.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+    low = read_adapter("mine", folder, 64)[module].low
+    assert torch.equal(low, load_file(folder / "adapter_model.safetensors")[NAME].float())
 
 
 @pytest.mark.parametrize("problem", BROKEN)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
 from tests.lora.test_adapters import PROMPT, engine, generate, tokens
 from toolkit.kernels.table import Kernels
-from toolkit.lora.gpu_weight import GPUActive
+from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
+from toolkit.lora.peft import Pair
+from toolkit.lora.weight import Part
+from toolkit.weights.plain import PlainWeight
 
 
 def test_adapters_in_use_are_numbered_by_first_appearance():
@@ -22,6 +28,45 @@ def test_adapters_in_use_are_numbered_by_first_appearance():
     ):
         active.pack(np.array(slots, np.int32), index, used)
         assert (index.tolist(), used.tolist()) == expected
+
+
+def test_a_slot_holds_the_factors_of_its_adapter_only():
+    """Ranks differ, some parts have no adapter, and the adapter before had more of both."""
+    torch.manual_seed(0)
+    counts, columns = [4, 2, 6], 10
+    base = PlainWeight(torch.zeros(12, columns))
+    kernels = SimpleNamespace(rank_block=16)
+    weight = GPUAdaptedWeight(base, GPUActive(2, 16), counts, 40, torch.float32, kernels)
+    weight.multiply(0.5, slice(6, 12))
+    firsts = [0, 4, 6]
+
+    def parts(ranks: list[int]) -> list[Part]:
+        return [
+            Part(
+                slice(first, first + count),
+                Pair(torch.randn(rank, columns), torch.randn(count, rank), scale=1.5),
+            )
+            for first, count, rank in zip(firsts, counts, ranks, strict=True)
+            if rank
+        ]
+
+    for ranks in ([40, 40, 40], [3, 0, 20], [16, 16, 16]):
+        given = parts(ranks)
+        weight.place(2, weight.pack_parts(given))
+        expected = torch.zeros(12, columns)
+        for rows, pair in given:
+            expected[rows] = pair.up @ pair.low * 1.5
+        expected[6:] *= 0.5
+        low = weight._low[1].view(len(counts), -1, columns)
+        found = [
+            weight._up[1][first : first + n] @ low[i]
+            for i, (first, n) in enumerate(zip(firsts, counts, strict=True))
+        ]
+        torch.testing.assert_close(torch.cat(found), expected)
+        assert weight._blocks[1] == -(-max(ranks) // 16)
+    assert not weight._up[0].any()
+    weight.place(2, [])
+    assert weight._blocks[1] == 0
 
 
 @pytest.mark.parametrize("drafts", [False, True])

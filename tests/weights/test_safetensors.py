@@ -128,6 +128,7 @@ def test_reading_no_tensors(read):
         {"w": ENTRY | {"data_offsets": [-8, 0]}},
         {"w": ENTRY | {"data_offsets": [0]}},
         {"w": ENTRY | {"data_offsets": ["0", "8"]}},
+        {"w": ENTRY | {"data_offsets": [0.0, 8.0]}},
     ],
 )  # fmt: skip
 def test_invalid_headers(tmp_path, header):

@@ -24,6 +24,8 @@ TABLE_LOW, TABLE_UP = ".lora_embedding_A", ".lora_embedding_B"
 TABLE = ".base_layer.weight"  # the base model's, which PEFT saves next to an embedding's factors
 MAX_CONFIG, MAX_TENSORS = 1 << 20, 16 << 30  # bytes of an adapter's files
 MAX_FACTOR = torch.finfo(torch.float32).max
+FACTORS = (torch.float32, torch.float16, torch.bfloat16)
+"""Types that are read as they are; others become fp32."""
 
 Fail = Callable[[str], CheckpointError]
 
@@ -164,7 +166,7 @@ def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
     for module in sorted(modules):
         ends = (LOW, UP) if f"{PREFIX}{module}{LOW}" in tensors else (TABLE_LOW, TABLE_UP)
         ends = (LOW, UP) if f"{PREFIX}{module}{UP}" in tensors else ends
-        low, up = (tensors.get(f"{PREFIX}{module}{end}") for end in ends)
+        low, up = (_factors(tensors.get(f"{PREFIX}{module}{end}")) for end in ends)
         if low is None or up is None:
             raise fail(f"{module} has one of lora_A and lora_B only")
         rank = config.rank(module)
@@ -193,6 +195,11 @@ def _read_tensors(path: Path, fail: Fail) -> dict[str, torch.Tensor]:
         return {one.name: one.view(content) for one in parse_header(path, content)}
     except (CheckpointError, OSError) as error:
         raise fail(f"{TENSORS} cannot be read: {error}") from None
+
+
+def _factors(found: torch.Tensor | None) -> torch.Tensor | None:
+    """Return factors as floating-point numbers of 16 or 32 bits."""
+    return found if found is None or found.dtype in FACTORS else found.float()
 
 
 def _is_finite(factors: torch.Tensor, scale: float) -> bool:

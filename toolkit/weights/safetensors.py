@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +295,8 @@ def _tensors(file: Path, header: dict[str, Any], data: int) -> Iterator[StoredTe
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        kind, shape, (begin, end) = (
-            entry["dtype"],
-            tuple(map(int, entry["shape"])),
-            entry["data_offsets"],
-        )
+        kind, shape = entry["dtype"], tuple(map(index, entry["shape"]))
+        begin, end = map(index, entry["data_offsets"])
         if not 0 <= begin <= end or min(shape, default=0) < 0:
             raise ValueError(f"{name}: invalid offsets or shape")
         if kind in DTYPES and math.prod(shape) * DTYPES[kind].itemsize != end - begin:
