@@ -171,8 +171,11 @@ class RequestTimeoutError(EngineError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return the known names most similar to `name`, best first; empty if none is similar."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    """Return the known names similar to `name`, best first, else the few that begin with it."""
+    names = list(known)
+    longer = [one for one in names if one.startswith(name)]
+    close = difflib.get_close_matches(name, names, n=count, cutoff=0.75)
+    return close or (longer if len(longer) <= count else [])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -68,6 +68,7 @@ def test_help_lists_common_settings_and_help_all_the_rest(tk: Callable):
         ("serve --prot 3", "--port"),
         ("serve --no-enable-prefix-cache", "--no-enable-prefix-caching"),
         ("chat --sytem=x", "--system"),
+        ("serve --gpu-memory 1", "--gpu-memory-utilization"),
     ],
 )
 def test_usage_error_suggests_the_nearest_name(tk: Callable, line: str, suggestion: str):
@@ -75,6 +76,13 @@ def test_usage_error_suggests_the_nearest_name(tk: Callable, line: str, suggesti
     assert (done.returncode, done.stdout) == (2, "")
     assert f"Did you mean {suggestion}" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_usage_error_suggests_no_distant_name(tk: Callable, command: str):
+    done = tk(command, "--lora-modules", "x")
+    assert "Unknown flag --lora-modules" in done.stderr
+    assert "Did you mean" not in done.stderr
 
 
 @pytest.mark.parametrize(
