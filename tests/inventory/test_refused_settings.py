@@ -35,6 +35,14 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
     "fp8": ({"quantization": "fp8"}, "fp8 needs an NVIDIA GPU"),
     "quantized": ({"model": str(QUANTIZED), "quantization": "int8"}, "are already quantized"),
     "experts": ({"enable_expert_parallel": True}, "has no experts"),
+    "split experts": (
+        {"enable_expert_parallel": True, "tensor_parallel_size": 2},
+        r"has no experts that tk splits\. Leave it out\.$",
+    ),
+    "adapters": (
+        {"model_impl": "transformers", "enable_lora": True},
+        "--model-impl transformers cannot be combined with LoRA adapters",
+    ),
     "flash": ({"attention_backend": "flash"}, "flash cannot run here: .* needs an NVIDIA GPU"),
     "other tokens": (drafter_with("draft_model", "other"), "has other tokens than"),
     "no drafter": (drafter_with("eagle", "./no"), "drafter of --speculative-config: There is no"),

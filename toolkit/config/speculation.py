@@ -21,9 +21,9 @@ class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """--speculative-config. The fields are vLLM's."""
 
     method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+    num_speculative_tokens: int
     model: str | None = None  # folder or hub name of the drafter
     revision: str | None = None
-    num_speculative_tokens: int = 0
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
 
@@ -32,8 +32,9 @@ class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Check the JSON of --speculative-config. Raises ConfigError."""
         problem = _problem_of(given)
         if problem is None:
+            default = {"ngram": 4, "mtp": 1}.get(given["method"], 3)
             try:
-                found = msgspec.convert(given, cls)
+                found = msgspec.convert({"num_speculative_tokens": default, **given}, cls)
             except msgspec.ValidationError as error:
                 problem = str(error)
             else:
@@ -41,14 +42,14 @@ class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if problem is not None:
             end = "" if problem.endswith((".", "?")) else "."
             raise ConfigError(f"--speculative-config: {problem}{end}", param="speculative_config")
-        if not found.num_speculative_tokens:
-            default = {"ngram": 4, "mtp": 1}.get(found.method, 3)
-            found = msgspec.structs.replace(found, num_speculative_tokens=default)
         return found
 
     def _problem(self) -> str | None:
-        if not 0 <= self.num_speculative_tokens <= MOST_DRAFTS:
-            return f"num_speculative_tokens must be 1 to {MOST_DRAFTS}"
+        if not 1 <= self.num_speculative_tokens <= MOST_DRAFTS:
+            return (
+                f"num_speculative_tokens must be 1 to {MOST_DRAFTS}; got "
+                f"{self.num_speculative_tokens}"
+            )
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             return "prompt_lookup_min must be at least 1, and prompt_lookup_max not less"
         if self.method in WITHOUT_MODEL and self.model is not None:

@@ -99,7 +99,7 @@ def build_model(
     experts = description.experts if isinstance(description, describe_.Decoder) else []
     if not experts and not splits_experts():
         raise ConfigError(
-            "--enable-expert-parallel: the model has no experts that tk splits.",
+            "--enable-expert-parallel: the model has no experts that tk splits. Leave it out.",
             param="enable_expert_parallel",
         )
     formats = quantized(quantization, config.packings, target)

@@ -158,14 +158,22 @@ class ModelLoader:
         """Raise ToolkitError if the model cannot have adapters here, or one is missing."""
         if not self._setup.config.lora.is_enabled:
             return
-        problem = None
         if self._setup.device.type != "cpu" and self._setup.place.kernels is None:
-            problem = "adapters on a GPU need the package triton"
-        elif not isinstance(self.sketch, Decoder):
-            name = self.sketch.architecture
-            problem = f"adapters of {name} are not supported: tk has no code of it"
-        if problem is not None:
-            raise ConfigError(f"--lora-modules: {problem}.", param="lora_modules")
+            raise ConfigError(
+                "LoRA adapters on a GPU need the package triton.", param="enable_lora"
+            )
+        if not isinstance(self.sketch, Decoder):
+            if self._setup.config.model.model_impl == "transformers":
+                raise ConfigError(
+                    "--model-impl transformers cannot be combined with LoRA adapters, which need "
+                    "tk's own code of the model. Leave one out.",
+                    param="model_impl",
+                )
+            raise ConfigError(
+                f"LoRA adapters of {self.sketch.architecture} are not supported: it is none of "
+                f"tk's own decoders.",
+                param="enable_lora",
+            )
         self._max_lora_rank = max_lora_rank(self._setup.config.lora)
 
     def _fill(self, model: Model, fill: Fill, stop: threading.Event) -> None:
