@@ -12,7 +12,11 @@ from toolkit.cli.root import app
 def show(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Model folder or hub name. Default: the demo model."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Model folder, GGUF file, or hub name (org/model or org/model:Q4_K_M). "
+            "Default: the demo model.",
+        ),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Branch, tag or commit on the hub.")
