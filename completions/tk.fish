@@ -191,7 +191,7 @@ complete -c tk -n "__tk_at 'tk run'" -l load-format -x -a 'auto safetensors dumm
 complete -c tk -n "__tk_at 'tk run'" -l quantization -x -a 'fp8 int8 int4' -d 'Quantize the weights of linear layers while loading, if the checkpoint has full precision'
 complete -c tk -n "__tk_at 'tk run'" -l pooling -x -a 'last mean cls' -d 'Pooling of hidden states into an embedding: the last token\'s, the mean of all, or the first token\'s (cls)'
 complete -c tk -n "__tk_at 'tk run'" -l seed -x -d 'Seed for sampling, for requests without a seed of their own'
-complete -c tk -n "__tk_at 'tk run'" -l prompt -x -d 'Prompt to answer'
+complete -c tk -n "__tk_at 'tk run'" -l prompt -x -d 'Prompt to answer (MODEL may be left out if it has spaces)'
 complete -c tk -n "__tk_at 'tk run'" -l system -x -d 'System message before the prompt'
 complete -c tk -n "__tk_at 'tk run'" -l max-tokens -x -d 'Maximum output in tokens'
 complete -c tk -n "__tk_at 'tk run'" -l temperature -x -d 'Sampling temperature'

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import contextmanager
 
 import pytest
 
-from toolkit.chat import run
+from toolkit.chat import local, run
 from toolkit.chat.local import LocalServer
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
@@ -18,7 +19,7 @@ def private(server, monkeypatch):
     started = []
 
     @contextmanager
-    def start(model, *, tick):
+    def start(model, *, tick, hint):
         started.append(model)
         tick(0.0)
         server.api_key = "private"
@@ -52,6 +53,20 @@ def test_private_server_is_started_if_none_runs(private, screen, monkeypatch, un
     assert private == [None]
 
 
+@pytest.mark.parametrize(("prompt", "is_hint"), [(None, True), ("Why?", False)])
+def test_failed_start_of_a_word_hints_at_the_prompt(
+    screen, monkeypatch, unused_tcp_port, prompt, is_hint
+):
+    monkeypatch.setattr(run, "DEFAULT_URL", f"http://127.0.0.1:{unused_tcp_port}")
+    monkeypatch.setattr(local, "start", lambda *_: subprocess.Popen(["false"]))
+    with (
+        pytest.raises(ServerError, match="did not start") as caught,
+        run.find_server(ChatConfig(model="review", prompt=prompt), screen.terminal),
+    ):
+        pass
+    assert ("one-word question needs --prompt" in caught.value.message) == is_hint
+
+
 def test_server_that_rejects_the_key_is_reported_and_not_used(server, private, screen, monkeypatch):
     server.api_key = "secret"
     monkeypatch.setattr(run, "DEFAULT_URL", server.url)
@@ -74,12 +89,3 @@ def test_url_is_used_and_no_other_server(server, private, screen, unused_tcp_por
     ):
         pass
     assert private == []
-
-
-def test_model_argument_with_spaces_is_a_prompt():
-    assert (ChatConfig(model="review this").model, ChatConfig(model="review this").prompt) == (
-        None,
-        "review this",
-    )
-    assert (ChatConfig(model="gpt2").model, ChatConfig(model="gpt2").prompt) == ("gpt2", None)
-    assert ChatConfig(model="gpt2", prompt="a b").model == "gpt2"

@@ -69,6 +69,28 @@ def test_config_show_json_has_values_and_origins(show, tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments", "model", "prompt"),
+    [
+        ("chat", ["gpt2"], "gpt2", None),
+        ("chat", ["two words"], "of TK_MODEL", "two words"),
+        ("chat", ["a folder"], "a folder", None),
+        ("chat", ["gpt2", "hi"], "gpt2", "hi"),
+        ("chat", ["--model", "gpt2", "hi"], "gpt2", "hi"),
+        ("chat", ["--model", "gpt2", "two words"], "gpt2", "two words"),
+        ("chat", ["--prompt", "hi", "gpt2"], "gpt2", "hi"),
+        ("run", ["two words"], "of TK_MODEL", "two words"),
+    ],
+    ids=str,
+)
+def test_arguments_fill_settings_without_a_flag(show, tmp_path, command, arguments, model, prompt):
+    (tmp_path / "a folder").mkdir()
+    done = show("--command", command, "--json", *arguments, TK_MODEL="of TK_MODEL")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads(done.stdout)[command]
+    assert (settings["model"]["value"], settings["prompt"]["value"]) == (model, prompt)
+
+
 def test_config_show_with_origins_is_a_settings_file(show, tmp_path):
     (tmp_path / "other.toml").write_text("seed = 4")
     done = show("--command", "bench offline", "--origin", "--config", "other.toml")

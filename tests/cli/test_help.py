@@ -86,6 +86,21 @@ def test_usage_error_suggests_no_distant_name(tk: Callable, command: str):
 
 
 @pytest.mark.parametrize(
+    ("line", "evidence"),
+    [
+        ("serve --model a b", "MODEL is given twice: --model a and b."),
+        ("chat --model a b c", "MODEL is given twice: --model a and b."),
+        ("top --url http://me:secret@a b", "URL is given twice: --url http://***@a and b."),
+        ("bench compare --after c a b", "B is given twice: --after c and b."),
+    ],
+)
+def test_setting_given_twice_is_a_usage_error(tk: Callable, line: str, evidence: str):
+    done = tk(*line.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"tk: {evidence} Leave one out.\n"
+
+
+@pytest.mark.parametrize(
     "line", ["serve --port", "serve --port x", "serve a b", "completion fsh", "zzz"]
 )
 def test_usage_errors_are_one_line(tk: Callable, line: str):

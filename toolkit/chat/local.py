@@ -35,13 +35,17 @@ class LocalServer:
 
 @contextmanager
 def local_server(
-    model: str | None, *, tick: Callable[[float], None], command: Sequence[str] | None = None
+    model: str | None,
+    *,
+    tick: Callable[[float], None],
+    hint: str = "",
+    command: Sequence[str] | None = None,
 ) -> Iterator[LocalServer]:
     """Start a server, wait until it is ready, and stop it at the end.
 
     `tick` is called with the seconds waited so far. `command` replaces `tk serve MODEL`; the flags
-    for host and port are appended to it. Raises ServerError, with the end of the log, if the server
-    exits during start-up."""
+    for host and port are appended to it. Raises ServerError, with the end of the log and `hint`, if
+    the server exits during start-up."""
     port = free_port()
     key = secrets.token_urlsafe(24)
     if command is None:
@@ -52,7 +56,7 @@ def local_server(
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until_ready(url, process, log, tick)
+        wait_until_ready(url, process, log, tick, hint)
         yield LocalServer(url, key)
     finally:
         has_died = process.poll() is not None
@@ -84,7 +88,7 @@ def start(command: Sequence[str], log: Path, extra: Mapping[str, str]) -> subpro
 
 
 def wait_until_ready(
-    url: str, process: subprocess.Popen[bytes], log: Path, tick: Callable[[float], None]
+    url: str, process: subprocess.Popen[bytes], log: Path, tick: Callable[[float], None], hint: str
 ) -> None:
     """Wait until /health returns 200. Raises ServerError if the child exits first."""
     started = time.monotonic()
@@ -93,8 +97,8 @@ def wait_until_ready(
             tick(time.monotonic() - started)
             if (code := process.poll()) is not None:
                 raise ServerError(
-                    f"The server did not start (exit code {code}). The end of its log, {log}:\n\n"
-                    + last_lines(log)
+                    f"The server did not start (exit code {code}).{hint} The end of its log, {log}:"
+                    f"\n\n{last_lines(log)}"
                 )
             with contextlib.suppress(httpx.HTTPError):
                 if http.get("/health").status_code == 200:

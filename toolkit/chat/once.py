@@ -10,7 +10,6 @@ from toolkit.chat.request import request_body
 from toolkit.chat.screen.display import Display, NoDisplay, display_for
 from toolkit.chat.session import Session
 from toolkit.client.wire import ServerError
-from toolkit.config.clients import ChatConfig
 from toolkit.logs import escape_json
 
 INCOMPLETE = 1  # exit codes
@@ -26,7 +25,7 @@ async def answer_once(session: Session, question: str, *, is_continued: bool) ->
     body = request_body(session.config, session.model.name, messages)
     answer = await exchange(session.client, body, _make_display(session), session.signals)
     if answer.error is not None and answer.is_empty:
-        raise ServerError(answer.error + _hint(session.config))
+        raise ServerError(answer.error + session.config.word_hint)
     _write_summary(session, answer)
     if is_continued and not answer.is_empty:
         session.conversation.append(new, answer.message)
@@ -50,13 +49,6 @@ def _write_summary(session: Session, answer: Answer) -> None:
         terminal.write(escape_json(document) + "\n")
     elif terminal.is_live:
         terminal.note(answer.stats(session.model.max_context))
-
-
-def _hint(config: ChatConfig) -> str:
-    """Explain a failure of `tk chat WORD`, where WORD is read as a model name."""
-    if config.model is None or config.prompt is not None:
-        return ""
-    return f" ({config.model} was read as a model name; a one-word question needs --prompt.)"
 
 
 def to_json(session: Session, answer: Answer) -> dict[str, Any]:

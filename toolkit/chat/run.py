@@ -129,7 +129,7 @@ def find_server(config: ChatConfig, terminal: Terminal) -> Iterator[tuple[Addres
     name = config.model or "the demo model"
     with (
         show_progress(terminal, f"Starting {name}") as tick,
-        local_server(config.model, tick=tick) as server,
+        local_server(config.model, tick=tick, hint=config.word_hint) as server,
     ):
         tick(-1.0)
         terminal.hint(

@@ -1,6 +1,7 @@
 """Typer commands made from the table of settings."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -85,9 +86,39 @@ def given_settings(
             given[row.name] = None  # Typer passes an empty list for a repeatable flag not given
         if row.type is dict and given.get(row.name) is not None:
             given[row.name] = row.parse(given[row.name], row.flag)
-        if row.argument and given.get(f"{row.name}_argument") is not None:
-            given[row.name] = given[f"{row.name}_argument"]
+    given |= _positional([row for row in rows if row.argument], given)
     return resolve(rows, given, path, known_settings(root), file=given.get("config"))
+
+
+def _positional(rows: list[Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the positional arguments by setting: in order, those whose flag is not given.
+
+    A single argument with spaces is the prompt, if that has no flag and no such path exists. Raises
+    ConfigError if arguments are left."""
+    arguments = [given.get(f"{row.name}_argument") for row in rows]
+    values = [value for value in arguments if value is not None]
+    names = [row.name for row in rows if given.get(row.name) is None]
+    if len(values) > len(names):
+        row, value = next(
+            (row, value)
+            for row, value in zip(rows, arguments, strict=True)
+            if row.name not in names and value is not None
+        )
+        raise ConfigError(
+            f"{row.metavar} is given twice: {row.flag} {_shown(row, given[row.name])} and "
+            f"{_shown(row, value)}. Leave one out.",
+            param=row.name,
+        )
+    if "prompt" in names and len(values) == 1:
+        text = str(values[0])
+        if len(text.split()) > 1 and not os.path.exists(text):
+            names = ["prompt"]
+    return dict(zip(names, values, strict=False))
+
+
+def _shown(row: Option, value: Any) -> str:
+    shown = row.mask(value)
+    return " ".join(shown) if isinstance(shown, tuple) else str(shown)
 
 
 def _set_signature(

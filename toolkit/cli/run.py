@@ -31,12 +31,6 @@ def run(
     """Answer one prompt and exit.
 
     The answer is streamed to stdout. Text piped to standard input is added to the prompt."""
-    if model.model is not None and config.prompt is None and " " in model.model:
-        raise InvalidRequestError(
-            f"{model.model!r} was given as the model's name. Use tk run MODEL PROMPT or, with the "
-            "demo model, tk run --prompt PROMPT.",
-            param="prompt",
-        )
     prompt = _read_prompt(config.prompt)
 
     from toolkit.engine.llm import LLM

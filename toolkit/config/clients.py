@@ -157,11 +157,15 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
-        if self.prompt is None and self.model is not None and len(self.model.split()) > 1:
-            object.__setattr__(self, "prompt", self.model)  # model names have no spaces
-            object.__setattr__(self, "model", None)
         if self.url is not None:
             object.__setattr__(self, "url", server_url(self.url))
+
+    @property
+    def word_hint(self) -> str:
+        """End of an error message: in `tk chat WORD`, the word is the model's name."""
+        if self.model is None or self.prompt is not None:
+            return ""
+        return f" ({self.model} was read as a model name; a one-word question needs --prompt.)"
 
 
 def server_url(text: str) -> str:

@@ -11,7 +11,7 @@ class RunConfig:
 
     prompt: str | None = option(
         None,
-        "Prompt to answer. Piped text is added to it.",
+        "Prompt to answer (MODEL may be left out if it has spaces). Piped text is added to it.",
         argument=True,
         metavar="PROMPT",
         subject="Answer",
