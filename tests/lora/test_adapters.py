@@ -223,8 +223,10 @@ BROKEN = {
     ),
     "truncated": (
         lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{"),
-        "adapter_model.safetensors cannot be read",
+        r"\): adapter_model\.safetensors is [^/]*\. Fetch or copy it again\.$",
     ),
+    "no folder": (shutil.rmtree, r"/copy\): there is no such folder\.$"),
+    "file": (lambda folder: [shutil.rmtree(folder), folder.touch()], "it is not a folder"),
     "nested": (
         lambda folder: (folder / "adapter_config.json").write_text('{"a":' + "[" * 100_000),
         "cannot be read: maximum recursion depth",
@@ -245,6 +247,10 @@ BROKEN = {
     "pattern": (
         change_config(alpha_pattern={"(?=q)_proj": 8}),
         r"the pattern '\(\?=q\)_proj' is not",
+    ),
+    "targets": (
+        change_config(target_modules=r".*\.(q_proj|o_proj"),
+        r"target_modules .* is not a regular expression: missing \)",
     ),
     "rank 0": (change_config(rank_pattern={"k_proj": 0}), "its rank is 0"),
     "scale": (change_config(lora_alpha=1e40), "not finite"),

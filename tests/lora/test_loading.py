@@ -73,7 +73,7 @@ def test_requests_bring_folders(adapter, checkpoint, tmp_path):
     with pytest.raises(EngineError, match=r"its files have changed since it was loaded"):
         llm.generate(prompts, PARAMS, lora_request=LoRARequest("mine"))
     missing = LoRARequest("none", 1, str(tmp_path / "none"))
-    with pytest.raises(InvalidRequestError, match=r"no adapter_config\.json"):
+    with pytest.raises(InvalidRequestError, match="there is no such folder"):
         llm.generate(prompts, PARAMS, lora_request=missing)
     with pytest.raises(EngineError, match=r"its rank is 99\. Start with --max-lora-rank 99"):
         llm.generate(prompts, PARAMS, lora_request=with_rank(folder, 99))
@@ -82,17 +82,27 @@ def test_requests_bring_folders(adapter, checkpoint, tmp_path):
     llm.shutdown()
 
 
+CHANGES = [(False, False, False), (True, False, False), (True, True, False)]  # ways to find it
+CHANGES += [(False, False, True), (True, False, True)]
+
+
 def test_changed_files_are_served_unless_operators_load_them(adapter, tmp_path):
     first, second = adapter("attention"), adapter("all")
-    for is_runtime in (False, True):
-        folder = tmp_path / str(is_runtime) / "mine"
+    for is_runtime, is_loaded, is_module in CHANGES:
+        folder = tmp_path / f"{is_runtime}{is_loaded}{is_module}" / "mine"
         shutil.copytree(first.folder, folder)
-        config = LoRAConfig(lora_dir=str(folder.parent), allow_runtime_lora=is_runtime)
+        config = LoRAConfig(
+            lora_dir=str(folder.parent),
+            lora_modules=(f"mine={folder}",) if is_module else (),
+            allow_runtime_lora=is_runtime,
+        )
         registry = AdapterRegistry(config)
+        if is_loaded:
+            registry.put(registry.find_at("mine", "mine"))
         before = registry.find("mine")
         assert registry.find("mine") == before
         replace(folder, second.folder)
-        assert (registry.find("mine") == before) == is_runtime
+        assert (registry.find("mine") == before) == (is_loaded or (is_runtime and is_module))
         shutil.rmtree(folder)
         assert registry.find("mine") is not None  # what was read is served on
 
@@ -157,7 +167,7 @@ def test_adapters_must_be_enabled(adapter, checkpoint):
     llm.shutdown()
 
 
-async def test_loading_is_done_on_every_core_or_on_none(adapter, checkpoint, tmp_path):
+async def test_loading_is_done_on_every_core_or_on_none(adapter, checkpoint, tmp_path, caplog):
     one, other = adapter("attention"), adapter("all")
     (tmp_path / "dir").mkdir()
     shutil.copytree(one.folder, tmp_path / "dir" / "good")
@@ -194,14 +204,23 @@ async def test_loading_is_done_on_every_core_or_on_none(adapter, checkpoint, tmp
         ):
             with pytest.raises(InvalidRequestError, match=says):
                 await llm.load_adapter("bad", str(path))
-        with pytest.raises(ModelNotFoundError, match=r"no adapter_config\.json"):
+        with pytest.raises(ModelNotFoundError, match="there is no such folder"):
             await llm.load_adapter("bad", "absent")
         broken = tmp_path / "dir" / "broken"
         shutil.copytree(one.folder, broken)
         (broken / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
-        with pytest.raises(InvalidRequestError, match="cannot be read"):
+        with pytest.raises(InvalidRequestError, match="not a safetensors file"):
             await llm.load_adapter("new", "broken")
         assert llm.adapters.find("new") == loaded
+        assert "broken" in llm.adapters.names
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="not a safetensors file"):
+                await answer("broken")
+        assert "broken" not in llm.adapters.names
+        assert caplog.text.count("adapter 'broken'") == 1
+        replace(broken, one.folder)
+        assert await answer("broken") == one.greedy(PROMPT, COUNT)
+        assert "broken" in llm.adapters.names
         streams = [
             await llm.submit(prompt, PARAMS, adapter=llm.adapters.find("new")) for _ in range(3)
         ]
@@ -222,7 +241,8 @@ async def test_loading_is_done_on_every_core_or_on_none(adapter, checkpoint, tmp
             {"lora_modules": ['{"name": "a", "path": "none"}']},
             "adapter 'a': There is no model none",
         ),
-        ({"lora_modules": ["a=./none"]}, "no adapter_config.json"),
+        ({"lora_modules": ["a=./none"]}, "there is no such folder"),
+        ({"allow_runtime_lora": True}, "needs --lora-dir or --lora-modules"),
     ],
     ids=str,
 )

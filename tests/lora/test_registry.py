@@ -79,6 +79,42 @@ def test_messages_list_some_names(root):
     assert made.describe_names("base").endswith(", 3 more, the folders in --lora-dir")
 
 
+def test_broken_and_unloaded_adapters_are_not_listed(root, tmp_path):
+    made, other = (registry(root, tmp_path / "file") for _ in range(2))
+    one = made.find("one")
+    assert made.note_reading(one, is_broken=True)
+    assert not made.note_reading(one, is_broken=True)
+    assert other.names == ["two"]
+    assert "'one'" not in other.describe_names()
+    assert other.find("one") == one  # is tried again
+    (root / "one" / "adapter_config.json").write_text("changed")
+    assert made.names == ["one", "two"]
+    assert made.note_reading(one, is_broken=False)
+    made.remove("two")
+    assert other.names == ["one"]
+    assert other.find("two") is None
+    assert "'two' was unloaded" in other.explain_missing("two")
+    other.put(other.find_at("two", "two"))
+    assert made.names == ["one", "two"]
+
+
+def test_folders_that_lack_a_file_are_explained(root):
+    (root / "one" / "adapter_model.safetensors").unlink()
+    made = registry(root)
+    assert made.names == ["two"]
+    assert made.find("one") is None
+    assert "no adapter_model.safetensors" in made.explain_missing("one")
+    for name in ("two", "none", "../outside", "a" * 5000):
+        assert made.explain_missing(name) is None
+
+
+def test_folders_are_absolute(root, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    made = registry(Path("root"))
+    assert made.folders == {name: str(root / name) for name in ("one", "two")}
+    assert made.find("one").folder == str(root / "one")
+
+
 def test_processes_see_each_other_s_changes(root, tmp_path, monkeypatch):
     """The clock of the file system may not advance between two changes."""
     monkeypatch.setattr(os, "replace", replace_within_a_tick)

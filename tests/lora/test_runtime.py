@@ -102,7 +102,7 @@ def test_all_workers_serve_what_one_has_loaded(caller, adapters, folder):
     assert caller.admin(UNLOAD, lora_name="new")[1]["status"] == "unloaded"
     for _ in range(4):
         assert "new" not in caller.models()
-        assert "is not served here" in caller.answer("new")
+        assert "'new' was unloaded" in caller.answer("new")
 
 
 def test_names_get_new_revisions_under_load(server, caller, adapters, folder):
@@ -136,7 +136,7 @@ def test_names_get_new_revisions_under_load(server, caller, adapters, folder):
 
 
 REFUSED = {
-    "no adapter": ({"lora_name": "x", "lora_path": "absent"}, 404, "no adapter_config.json"),
+    "no adapter": ({"lora_name": "x", "lora_path": "absent"}, 404, "there is no such folder"),
     "outside": ({"lora_name": "x", "lora_path": "/etc"}, 400, "must be inside"),
     "above": ({"lora_name": "x", "lora_path": "../.."}, 400, "must be inside"),
     "name of the model": (
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_operations_change_nothing(caller, adapters, case):
+def test_bad_operations_change_nothing(server, caller, adapters, case):
     body, status, says = REFUSED[case]
     before = caller.models()
     got, answer = caller.admin(LOAD, **body)
@@ -163,6 +163,9 @@ def test_bad_operations_change_nothing(caller, adapters, case):
     assert says in answer["error"]["message"]
     assert caller.models() == before
     assert caller.answer("patterns") == text(adapters["patterns"].model)
+    if case == "outside":
+        until(lambda: "adapter 'x': not loaded: lora_path '/etc'" in "".join(server.lines))
+        until(lambda: " patterns /v1/completions 200" in "".join(server.lines))
 
 
 def test_operations_need_the_admin_key_and_a_known_name(server, caller):

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
 from tests.server import START_TIMEOUT, Process, Server, free_port, gone, until
 from toolkit import LLM
 from toolkit.api.http.listener import bind
-from toolkit.config import EngineConfig, ServerConfig
+from toolkit.config import EngineConfig, LoRAConfig, ServerConfig
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.serving import lifecycle
 
@@ -131,6 +132,24 @@ def test_default_model_name_has_no_path(tmp_path, monkeypatch, model, name):
     monkeypatch.chdir(tmp_path / "up/here")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert lifecycle.default_name(model and model.format(home=tmp_path)) == name
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "says"),
+    [
+        ("0.0.0.0", {}, "every client can"),
+        ("0.0.0.0", {"api_key": ("k",)}, "every API key can"),
+        ("0.0.0.0", {"admin_key": "k"}, ""),
+        ("127.0.0.1", {}, ""),
+    ],
+)
+def test_open_endpoints_of_adapters_are_warned_of(caplog, host, settings, says):
+    engine = EngineConfig(lora=LoRAConfig(lora_dir=".", allow_runtime_lora=True))
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        lifecycle.warn_of_open_adapters(engine, ServerConfig(**settings), listener)
+    assert says in caplog.text
+    assert bool(caplog.text) == bool(says)
 
 
 def test_an_idle_server_uses_almost_no_cpu(server: Server) -> None:

@@ -306,8 +306,9 @@ class LoRAConfig:
     )
     allow_runtime_lora: bool = option(
         False,
-        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, which need the admin key. Paths "
-        "must be inside --lora-dir, or one of --lora-modules.",
+        "Let operators change adapters by /v1/load_lora_adapter and /v1/unload_lora_adapter. These "
+        "need the admin key; without --admin-key they are open to every client. Paths must be "
+        "inside --lora-dir, or one of --lora-modules.",
     )
     max_loras: int = option(
         8,
@@ -333,6 +334,12 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         check_all(self)
         _adapters(self.lora_modules)
+        if self.allow_runtime_lora and self.lora_dir is None and not self.lora_modules:
+            raise ConfigError(
+                "--allow-runtime-lora needs --lora-dir or --lora-modules: no other adapters may be "
+                "loaded.",
+                param="allow_runtime_lora",
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"--max-cpu-loras is {self.max_cpu_loras}, less than --max-loras "
@@ -343,9 +350,7 @@ class LoRAConfig:
     @property
     def is_enabled(self) -> bool:
         """True if requests may have adapters."""
-        return bool(
-            self.lora_modules or self.lora_dir or self.enable_lora or self.allow_runtime_lora
-        )
+        return bool(self.lora_modules or self.lora_dir or self.enable_lora)
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -137,8 +137,9 @@ class AdapterLoads:
     def _on_end(self, key: str, done: Future[None]) -> None:
         error = done.exception()
         if error is not None:
-            told = error.message if isinstance(error, ToolkitError) else f"it failed: {error}"
-            self._ended.append((key, told))
+            failure = f"adapter {self._adapters[key].name!r} could not be read: {error}"
+            failure = error.message if isinstance(error, ToolkitError) else failure
+            self._ended.append((key, failure))
         else:
             self._ended.append((key, None))
         self._has_ended.set()
@@ -149,7 +150,7 @@ class AdapterLoads:
         if error is None and _has_changed(adapter):
             error = (
                 f"adapter {adapter.name!r} ({adapter.folder}): its files have changed since it was "
-                f"loaded. Load it again."
+                f"loaded. Load it again, or, if no operator loaded it, send the request again."
             )
         for waiter in self._reading.pop(key):
             self._serve(waiter, error)

@@ -20,7 +20,7 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.hub import locate_adapter
-from toolkit.lora.files import CONFIG, find_adapter, require_lora_dir
+from toolkit.lora.files import find_adapter, require_lora_dir
 from toolkit.sequence import Adapter, LoRARequest
 
 _NAME = re.compile(r"(?!\.{1,2}$)[\w.\-]+")  # of a folder in --lora-dir
@@ -51,7 +51,9 @@ class _Book(msgspec.Struct):
     """Adapters by name."""
 
     adapters: dict[str, Adapter] = {}
-    removed: list[str] = []  # of --lora-modules and --lora-dir, until they are loaded again
+    removed: list[str] = []  # until they are loaded again
+    fixed: list[str] = []  # loaded on purpose: served as they were then
+    broken: dict[str, str] = {}  # keys of revisions that could not be read
 
 
 class AdapterRegistry:
@@ -62,7 +64,9 @@ class AdapterRegistry:
 
     def __init__(self, config: LoRAConfig, file: Path | None = None) -> None:
         self._config, self._file = config, file
-        self._root = None if config.lora_dir is None else Path(config.lora_dir).expanduser()
+        self._root = (
+            None if config.lora_dir is None else Path(config.lora_dir).expanduser().absolute()
+        )
         self._book, self._number = _Book(), 0
         """The adapters, and the number of changes of the file."""
 
@@ -80,19 +84,27 @@ class AdapterRegistry:
 
     @property
     def folders(self) -> dict[str, str]:
-        """Folders by the names that requests may use. Those in --lora-dir come last."""
+        """Folders by the names that requests may use. Those in --lora-dir come last.
+
+        Adapters that could not be read are left out until their files change."""
         book = self._current()
-        found = {name: adapter.folder for name, adapter in book.adapters.items()}
+        known = dict(book.adapters)
         if self._root is not None:
             with contextlib.suppress(OSError):
                 for name in sorted(os.listdir(self._root)):
-                    if name not in found and (folder := self._folder(name, book)) is not None:
-                        found[name] = str(folder)
-        return found
+                    if name not in known and (adapter := self._in_root(name, book)) is not None:
+                        known[name] = adapter
+        return {
+            name: adapter.folder
+            for name, adapter in known.items()
+            if name not in book.broken or book.broken[name] != self._newest(adapter).key
+        }
 
     def describe_names(self, *others: str) -> str:
         """Return other names and some of these, for a message. Does not look at the folders."""
-        names = [*others, *self._current().adapters]
+        book = self._current()
+        known = book.adapters.items()
+        names = [*others, *(name for name, one in known if book.broken.get(name) != one.key)]
         listed = [repr(name) for name in names[:MAX_LISTED]]
         if len(names) > MAX_LISTED:
             listed.append(f"{len(names) - MAX_LISTED} more")
@@ -105,36 +117,73 @@ class AdapterRegistry:
         """Adapters that have been found so far."""
         return list(self._current().adapters.values())
 
+    def explain_missing(self, name: str) -> str | None:
+        """Return why `find` returns None for an adapter that was unloaded or lacks a file."""
+        book = self._current()
+        if name in book.removed:
+            return (
+                f"The adapter {name!r} was unloaded. POST /v1/load_lora_adapter, for operators, "
+                f"loads it again."
+            )
+        folder = self._folder(name, book)
+        if folder is not None and os.path.isdir(folder):
+            try:
+                find_adapter(name, folder)
+            except CheckpointError as error:
+                return error.message
+        return None
+
+    def note_reading(self, adapter: Adapter, *, is_broken: bool) -> bool:
+        """Note that a revision could not be read, or that it could. Return True if that is new."""
+        if (self._current().broken.get(adapter.name) == adapter.key) == is_broken:
+            return False
+        with self._changing() as book:
+            if is_broken:
+                book.broken[adapter.name] = adapter.key
+            else:
+                book.broken.pop(adapter.name, None)
+        return True
+
     def find(self, name: str) -> Adapter | None:
         """Return the adapter of this name, None if there is none."""
         book = self._current()
         if name in book.adapters:
             return self._newest(book.adapters[name])
-        folder = self._folder(name, book)
-        if folder is None:
+        adapter = self._in_root(name, book)
+        if adapter is None:
             return None
-        with contextlib.suppress(CheckpointError):
-            self.start([find_adapter(name, folder)])
+        self.start([adapter])
         return self._current().adapters.get(name)
 
     def _newest(self, adapter: Adapter) -> Adapter:
-        """Return the present revision of an adapter, unless operators decide when it changes."""
-        if self._config.allow_runtime_lora or self._config.enable_lora:
+        """Return the present revision of an adapter, unless this one was loaded on purpose."""
+        name = adapter.name
+        is_runtime = self._config.allow_runtime_lora or self._config.enable_lora
+        if name in self._current().fixed or (is_runtime and name in self._config.adapters):
             return adapter
         with contextlib.suppress(CheckpointError):
-            found = find_adapter(adapter.name, Path(adapter.folder))
+            found = find_adapter(name, Path(adapter.folder))
             if found != adapter:
-                self.put(found)
+                with self._changing() as book:
+                    if name in book.adapters and name not in book.fixed:
+                        book.adapters[name] = found
             return found
         return adapter
 
+    def _in_root(self, name: str, book: _Book) -> Adapter | None:
+        """Return the adapter in --lora-dir of a name, None if there is none."""
+        folder = self._folder(name, book)
+        if folder is not None:
+            with contextlib.suppress(CheckpointError):
+                return find_adapter(name, folder)
+        return None
+
     def _folder(self, name: str, book: _Book) -> Path | None:
-        """Return the folder in --lora-dir of a name, None if it has none."""
+        """Return the folder in --lora-dir that a name would have, None if it can have none."""
         if self._root is None or name in book.removed or not _NAME.fullmatch(name):
             return None
         folder = self._root / name
-        is_inside = not os.path.islink(folder) or self._is_inside(folder)
-        return folder if is_inside and os.path.isfile(folder / CONFIG) else None
+        return folder if not os.path.islink(folder) or self._is_inside(folder) else None
 
     def resolve(self, request: LoRARequest | None) -> Adapter | None:
         """Return the adapter that a request of `LLM` brings. Raises InvalidRequestError."""
@@ -145,7 +194,7 @@ class AdapterRegistry:
                 "This engine takes no LoRA adapters. Set enable_lora=True.", param="lora_request"
             )
         if request.lora_path:
-            folder = Path(request.lora_path).expanduser()
+            folder = Path(request.lora_path).expanduser().absolute()
             try:
                 adapter = find_adapter(request.lora_name, folder)
             except CheckpointError as error:
@@ -195,17 +244,24 @@ class AdapterRegistry:
             raise ModelNotFoundError(error.message, param="lora_path") from None
 
     def put(self, adapter: Adapter) -> None:
-        """Serve an adapter, in place of another revision of it."""
+        """Serve an adapter as it is now, in place of another revision of it."""
+        name = adapter.name
         with self._changing() as book:
-            book.adapters[adapter.name] = adapter
-            if adapter.name in book.removed:
-                book.removed.remove(adapter.name)
+            book.adapters[name] = adapter
+            book.broken.pop(name, None)
+            if name not in book.fixed:
+                book.fixed.append(name)
+            if name in book.removed:
+                book.removed.remove(name)
 
     def remove(self, name: str) -> Adapter | None:
         """Serve an adapter no longer. Returns None if it is not served."""
         self.find(name)
         with self._changing() as book:
             adapter = book.adapters.pop(name, None)
+            book.broken.pop(name, None)
+            if name in book.fixed:
+                book.fixed.remove(name)
             if adapter is not None:
                 book.removed.append(name)
         return adapter

@@ -23,6 +23,7 @@ from toolkit.engine.local_files import with_local_files
 from toolkit.engine.messages import (
     Abort,
     EndRequests,
+    EngineOutput,
     EngineOutputs,
     EngineRequest,
     ListRequests,
@@ -353,6 +354,8 @@ class AsyncLLM:
         if failures:
             if adapter != before:
                 self._drop_adapter(adapter)
+            if isinstance(failures[0], InvalidRequestError):
+                self.adapters.note_reading(adapter, is_broken=True)
             raise failures[0]
         # The other revision stays in memory until another adapter needs its place: requests that
         # have found it may still be on their way.
@@ -610,6 +613,9 @@ class AsyncLLM:
                 stream.scheduled = message.scheduled_at
                 self._stop_waiting(stream.state.id)
                 metrics.queue_time.observe(max(0.0, stream.scheduled - stream.arrival))
+        for output in message.outputs:
+            if output.adapter_failed:
+                self._note_failed_adapter(output)
         changes = self._outputs.process(message, now)
         num_tokens = len(changes.started)
         for last, count in changes.gaps.items():
@@ -619,6 +625,8 @@ class AsyncLLM:
             stream = self._streams.get(sequence.request.id)
             if stream is not None and sequence.index == 0:
                 observe_first_token(metrics, stream, now)
+                if stream.request.spec.adapter is not None:
+                    self.adapters.note_reading(stream.request.spec.adapter, is_broken=False)
                 if stream.placement is not None and self._router is not None:
                     self._router.mark_computed(stream.placement)
         if num_tokens:
@@ -632,6 +640,13 @@ class AsyncLLM:
                 self._unregister(sequence.request.id)
         if changes.stopped:
             replica.send(Abort(changes.stopped, self._client))
+
+    def _note_failed_adapter(self, output: EngineOutput) -> None:
+        sequence = self._outputs.find(output.number)
+        stream = self._streams.get(sequence.request.id) if sequence is not None else None
+        adapter = stream.request.spec.adapter if stream is not None else None
+        if adapter is not None and self.adapters.note_reading(adapter, is_broken=True):
+            logger.warning("%s", output.error)
 
 
 async def find_folders(model: ModelConfig) -> tuple[Path, Path]:

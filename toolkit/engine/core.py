@@ -303,12 +303,18 @@ class EngineCore:
     def _end_failed(self) -> dict[int, list[EngineOutput]]:
         """End the requests whose grammar or adapter failed."""
         outputs: dict[int, list[EngineOutput]] = {}
-        for request, failure in (*self._constraints.pop_failed(), *self._adapters.pop_failed()):
+        failed = [(*one, False) for one in self._constraints.pop_failed()]
+        failed += [(*one, True) for one in self._adapters.pop_failed()]
+        for request, failure, is_adapter in failed:
             self.scheduler.abort(request.id)
-            failed = EngineOutput(
-                request.number, [], finish_reason=FinishReason.INVALID.value, error=failure
+            output = EngineOutput(
+                request.number,
+                [],
+                finish_reason=FinishReason.INVALID.value,
+                error=failure,
+                adapter_failed=is_adapter,
             )
-            outputs.setdefault(request.client, []).append(failed)
+            outputs.setdefault(request.client, []).append(output)
         return outputs
 
     def _recover(self, step: SchedulerOutput, error: Exception) -> dict[int, list[EngineOutput]]:

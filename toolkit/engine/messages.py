@@ -114,6 +114,7 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_accepted_drafts: int = 0  # of the whole sequence, at its end
     num_rejected_drafts: int = 0
     embedding: bytes = b""  # float32 vector of a pooled prompt
+    adapter_failed: bool = False  # its LoRA adapter could not be read, as `error` says
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs"):

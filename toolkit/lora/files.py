@@ -40,8 +40,12 @@ def find_adapter(name: str, folder: Path) -> Adapter:
         try:
             found = (folder / file).stat()
         except OSError as error:
-            missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-            why = f"there is no {file}. {_ADVICE[file]}" if missing else str(error)
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                why = f"{file} cannot be read: {error.strerror}"
+            elif not folder.is_dir():
+                why = "it is not a folder" if folder.exists() else "there is no such folder"
+            else:
+                why = f"there is no {file}. {_ADVICE[file]}"
             raise CheckpointError(f"adapter {name!r} ({folder}): {why}.") from None
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"adapter {name!r} ({folder}): {file} is not a regular file.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -132,12 +133,25 @@ def read_config(name: str, folder: Path) -> PeftConfig:
     fail = _failure(name, folder)
     try:
         config = msgspec.json.decode(read_file(folder / CONFIG, MAX_CONFIG), type=PeftConfig)
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except OSError as error:
+        raise fail(f"{CONFIG} cannot be read: {error.strerror or error}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
         raise fail(f"{CONFIG} cannot be read: {error}") from None
     if config.problem is not None:
         raise fail(config.problem)
     _check_patterns([*config.rank_pattern, *config.alpha_pattern], fail)
+    for field in ("target_modules", "exclude_modules"):
+        _check_expression(field, getattr(config, field), fail)
     return config
+
+
+def _check_expression(field: str, value: object, fail: Fail) -> None:
+    """Check a regular expression of PEFT's, which may look ahead, unlike Rust's."""
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise fail(f"{field} {value!r} is not a regular expression: {error}") from None
 
 
 def _check_patterns(patterns: list[str], fail: Fail) -> None:
@@ -192,9 +206,11 @@ def _read_tensors(path: Path, fail: Fail) -> dict[str, torch.Tensor]:
     try:
         # Not mapped: who trains an adapter again may overwrite the file at any time.
         content = read_file(path, MAX_TENSORS)
-        return {one.name: one.view(content) for one in parse_header(path, content)}
-    except (CheckpointError, OSError) as error:
-        raise fail(f"{TENSORS} cannot be read: {error}") from None
+        return {one.name: one.view(content) for one in parse_header(Path(TENSORS), content)}
+    except CheckpointError as error:
+        raise fail(error.message.rstrip(".")) from None
+    except OSError as error:
+        raise fail(f"{TENSORS} cannot be read: {error.strerror or error}") from None
 
 
 def _factors(found: torch.Tensor | None) -> torch.Tensor | None:

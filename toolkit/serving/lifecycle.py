@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import math
 import os
@@ -48,6 +49,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
         raise_file_limit()
         names = tuple(dict.fromkeys(config.served_model_name or [default_name(engine.model.model)]))
         _require_own_names(engine, names)
+        warn_of_open_adapters(engine, config, listener)
         front = _make_front_end(engine, config, names)
         signals = _Signals()
         try:
@@ -97,6 +99,21 @@ def _require_own_names(engine: EngineConfig, names: tuple[str, ...]) -> None:
             f"--lora-modules: the model is called {shared!r}, too. Choose another name, or see "
             f"--served-model-name.",
             param="lora_modules",
+        )
+
+
+def warn_of_open_adapters(
+    engine: EngineConfig, config: ServerConfig, listener: socket.socket
+) -> None:
+    """Warn if clients on other machines may load adapters."""
+    if not engine.lora.allow_runtime_lora or config.admin_key is not None:
+        return
+    is_ip = listener.family in (socket.AF_INET, socket.AF_INET6)
+    if is_ip and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        logger.warning(
+            "--allow-runtime-lora without --admin-key: every %s can load and unload adapters. Set "
+            "--admin-key or TK_ADMIN_KEY.",
+            "API key" if config.api_key else "client",
         )
 
 

@@ -56,7 +56,7 @@ async def load(body: LoadRequest, request: Request) -> Response:
     """Read a LoRA adapter into memory and serve it, in place of another revision of that name.
 
     Requests that run keep the revision that they began with. With several engines or API workers
-    the adapter is served by all of them or, after an error, by none."""
+    all of them serve the adapter or, after an error, what they served before."""
     service = _service(request)
     name, before = body.lora_name, service.engine.adapters.find(body.lora_name)
     if service.is_base(name):
@@ -69,7 +69,11 @@ async def load(body: LoadRequest, request: Request) -> Response:
             f"load_inplace=false.",
             param="lora_name",
         )
-    adapter = await service.engine.load_adapter(name, body.lora_path)
+    try:
+        adapter = await service.engine.load_adapter(name, body.lora_path)
+    except ToolkitError as error:
+        logger.warning("adapter %r: not loaded: %s", name, error.message)
+        raise
     status = "unchanged" if adapter == before else "loaded"
     logger.info("adapter %r (%s): %s", name, adapter.folder, status)
     return _answer(AdapterChange(name, adapter.folder, status))
@@ -82,9 +86,10 @@ async def unload(body: UnloadRequest, request: Request) -> Response:
     service = _service(request)
     adapter = service.engine.unload_adapter(body.lora_name)
     if adapter is None:
-        served = service.engine.adapters.describe_names()
+        adapters = service.engine.adapters
+        message = f"There is no adapter {body.lora_name!r}. Served: {adapters.describe_names()}."
         raise ModelNotFoundError(
-            f"There is no adapter {body.lora_name!r}. Served: {served}.", param="lora_name"
+            adapters.explain_missing(body.lora_name) or message, param="lora_name"
         )
     logger.info("adapter %r: unloaded", body.lora_name)
     return _answer(AdapterChange(adapter.name, adapter.folder, "unloaded"))

@@ -93,6 +93,7 @@ class Gate:
             if failed >= 400:
                 self._service.engine.metrics.count_error(failed)
             if is_work and self._logs_requests:
-                log_request(record, request_id, self._service.model_name, path, status, seconds)
+                model = record.adapter or self._service.model_name
+                log_request(record, request_id, model, path, status, seconds)
             if is_work and self._tracer is not None:
                 self._tracer.export(record, headers, request_id, path, status, seconds)

@@ -11,6 +11,7 @@ from toolkit.api.http.body_fields import Body, check_fields
 from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
+from toolkit.engine.request_stats import current_stats
 from toolkit.errors import ModelNotFoundError
 from toolkit.metrics.shared import SharedReading
 from toolkit.sequence import Adapter
@@ -69,10 +70,9 @@ class Service:
         adapter = adapters.find(name)
         if adapter is None:
             served = adapters.describe_names(*self.model_names)
+            message = f"The model {name!r} is not served here. Served: {served}."
             raise ModelNotFoundError(
-                f"The model {name!r} is not served here. Served: {served}.",
-                param="model",
-                code="model_not_found",
+                adapters.explain_missing(name) or message, param="model", code="model_not_found"
             )
         return adapter
 
@@ -86,4 +86,8 @@ def service_for(request: Request, body: Body) -> Service:
     check_fields(request, body, strict=service.config.strict)
     name = getattr(body, "model", None)
     adapter = service.check_model(name)
-    return service if adapter is None else service.with_adapter(adapter)
+    if adapter is None:
+        return service
+    if (record := current_stats.get()) is not None:
+        record.adapter = adapter.name
+    return service.with_adapter(adapter)

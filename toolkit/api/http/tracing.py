@@ -65,7 +65,7 @@ class Tracer:
                 "http.request.method": "POST",
                 "url.path": path,
                 "http.response.status_code": status,
-                "gen_ai.request.model": self._model,
+                "gen_ai.request.model": record.adapter or self._model,
                 "gen_ai.request.id": request_id,
                 "gen_ai.usage.input_tokens": record.num_prompt_tokens,
                 "gen_ai.usage.output_tokens": record.num_output_tokens,

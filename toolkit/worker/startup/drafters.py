@@ -64,7 +64,9 @@ def check(setup: Setup) -> Speculation | None:
     elif setup.device.type != "cpu" and setup.place.kernels is None:
         problem = "on GPUs it needs the package triton"
     elif wanted.method != "ngram" and config.parallel.pipeline_parallel_size > 1:
-        problem = f"the method {wanted.method} does not support --pipeline-parallel-size"
+        problem = (
+            f"the method {wanted.method} does not support --pipeline-parallel-size, ngram does"
+        )
     if problem is not None:
         raise _error(problem)
     return wanted
