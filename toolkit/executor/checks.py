@@ -64,10 +64,8 @@ def require_size(config: EngineConfig, folder: Path) -> None:
         fits = [
             size for size in range(1, (gpus or MOST) + 1) if _problem(config, folder, size) is None
         ]
-        raise ConfigError(
-            f"{problem} Possible sizes: {', '.join(map(str, fits))}.",
-            param="tensor_parallel_size",
-        )
+        advice = f" Possible sizes: {', '.join(map(str, fits))}." if fits else ""
+        raise ConfigError(problem + advice, param="tensor_parallel_size")
 
 
 def _problem(config: EngineConfig, folder: Path, size: int) -> str | None:
