@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import edit_json
+from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError
@@ -43,6 +44,8 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
         {"model_impl": "transformers", "enable_lora": True},
         "--model-impl transformers cannot be combined with LoRA adapters",
     ),
+    "cache": ({"model": "encoder", "kv_cache_dtype": "fp8"}, "is an encoder and has none"),
+    "scorer": ({"model": "scorer", "pooling": "cls"}, "This one scores pairs of texts"),
     "flash": ({"attention_backend": "flash"}, "flash cannot run here: .* needs an NVIDIA GPU"),
     "other tokens": (drafter_with("draft_model", "other"), "has other tokens than"),
     "no drafter": (drafter_with("eagle", "./no"), "drafter of --speculative-config: There is no"),
@@ -80,6 +83,9 @@ def folder(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     vocabulary["vocab"] |= {"a": vocabulary["vocab"]["b"], "b": vocabulary["vocab"]["a"]}
     edit_json(folder / "other" / "tokenizer.json", model=vocabulary)
     size = json.loads((model / "config.json").read_text())["hidden_size"]
+    save(bert(), bert_tokenizer(), folder / "encoder")
+    scorer = bert("BertForSequenceClassification", num_labels=1)
+    save(scorer, bert_tokenizer(), folder / "scorer")
     save_adapter(folder / "good", size)
     save_adapter(folder / "dora", size, use_dora=True)
     save_adapter(folder / "foreign", size + 1)

@@ -305,6 +305,30 @@ def test_factors_of_other_types_become_fp32(adapter, tmp_path, dtype):
     assert torch.equal(low, load_file(folder / "adapter_model.safetensors")[NAME].float())
 
 
+@pytest.mark.parametrize(
+    ("number", "alpha", "dtype", "is_finite"),
+    [
+        (0.0, 1e40, torch.bfloat16, False),  # 0 * inf
+        (1e-30, 1e60, torch.bfloat16, False),
+        (60000.0, 8, torch.float16, True),
+        (60000.0, 16, torch.float16, False),
+        (60000.0, 16, torch.bfloat16, True),
+    ],
+)
+def test_factors_are_finite_in_the_type_of_the_products(
+    adapter, tmp_path, number, alpha, dtype, is_finite
+):
+    """In a kernel, infinite factors would spoil tokens of other requests too: 0 * inf is NaN."""
+    folder = copied(adapter("attention"), tmp_path)
+    change_tensors(lambda t: t[NAME.replace("lora_A", "lora_B")].fill_(number))(folder)
+    change_config(lora_alpha=alpha)(folder)
+    if is_finite:
+        read_adapter("mine", folder, 64, dtype)
+        return
+    with pytest.raises(CheckpointError, match="not finite, or too large for"):
+        read_adapter("mine", folder, 64, dtype)
+
+
 @pytest.mark.parametrize("problem", BROKEN)
 def test_broken_adapters_are_refused_by_name(adapter, checkpoint, tmp_path, problem):
     folder = copied(adapter("attention"), tmp_path)

@@ -129,6 +129,8 @@ def test_reading_no_tensors(read):
         {"w": ENTRY | {"data_offsets": [0]}},
         {"w": ENTRY | {"data_offsets": ["0", "8"]}},
         {"w": ENTRY | {"data_offsets": [0.0, 8.0]}},
+        {"w": ENTRY | {"shape": [0, 2**63], "data_offsets": [8, 8]}},
+        {"w": ENTRY, "\ud800": ENTRY},
     ],
 )  # fmt: skip
 def test_invalid_headers(tmp_path, header):

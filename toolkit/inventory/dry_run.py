@@ -65,6 +65,7 @@ def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
         engine.parallel.world_size == 1
         and not engine.parallel.enable_expert_parallel
         and engine.model.quantization is None
+        and engine.model.pooling is None
         and engine.device.attention_backend == "auto"
         and engine.cache.kv_cache_dtype == "auto"
         and not engine.lora.is_enabled

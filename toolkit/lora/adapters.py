@@ -48,6 +48,7 @@ class Adapters:
         self.active = Active() if kernels is None else GPUActive(num_slots, kernels.rank_block)
         self.head_active = Active()  # for the rows that the output head computes
         self.max_rank = max_rank
+        self._dtype = torch.float32 if kernels is None else dtype  # of placed factors
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
         self._ends = {one.name for head in _heads(complete) for one in head.sources}
         self._ends |= {table.name for table in _tables(complete)}
@@ -106,7 +107,7 @@ class Adapters:
         name, folder = adapter.name, Path(adapter.folder)
         found: dict[Adapted, list[Part]] = {}
         modules: dict[str, str] = {}  # by projection
-        for module, pair in read_adapter(name, folder, self.max_rank).items():
+        for module, pair in read_adapter(name, folder, self.max_rank, self._dtype).items():
             known = self._known(module)
             if known is None and self._find(module, self._in_experts) is not None:
                 raise CheckpointError(

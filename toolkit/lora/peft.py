@@ -24,7 +24,6 @@ LOW, UP = ".lora_A.weight", ".lora_B.weight"
 TABLE_LOW, TABLE_UP = ".lora_embedding_A", ".lora_embedding_B"
 TABLE = ".base_layer.weight"  # the base model's, which PEFT saves next to an embedding's factors
 MAX_CONFIG, MAX_TENSORS = 1 << 20, 16 << 30  # bytes of an adapter's files
-MAX_FACTOR = torch.finfo(torch.float32).max
 FACTORS = (torch.float32, torch.float16, torch.bfloat16)
 """Types that are read as they are; others become fp32."""
 
@@ -166,11 +165,13 @@ def _check_patterns(patterns: list[str], fail: Fail) -> None:
             raise fail(f"the pattern {pattern!r} is not supported: {error}") from None
 
 
-def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
+def read_adapter(
+    name: str, folder: Path, max_rank: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Pair]:
     """Return an adapter's factors by the names of the base model's projections and embeddings.
 
-    They have the types of the file, and share the memory of its content. Raises CheckpointError for
-    a file that is missing, broken or unsupported."""
+    They have the types of the file, and share the memory of its content; dtype: in which they will
+    be multiplied. Raises CheckpointError for a file that is missing, broken or unsupported."""
     config, fail = read_config(name, folder), _failure(name, folder)
     if (rank := config.highest_rank) > max_rank:
         raise fail(f"its rank is {rank}. Start with --max-lora-rank {rank} (it is {max_rank})")
@@ -190,8 +191,9 @@ def read_adapter(name: str, folder: Path, max_rank: int) -> dict[str, Pair]:
                 f"{list(up.shape)}"
             )
         scale = config.scale(module)
-        if not (_is_finite(low, 1.0) and _is_finite(up, scale)):
-            raise fail(f"{module} has numbers that are not finite")
+        if not (_is_finite(low, 1.0, dtype) and _is_finite(up, scale, dtype)):
+            kind = str(dtype).removeprefix("torch.")
+            raise fail(f"{module} has numbers that are not finite, or too large for {kind}")
         pairs[module] = Pair(low, up, scale)
     if not pairs:
         raise fail(f"{TENSORS} is empty")
@@ -218,12 +220,13 @@ def _factors(found: torch.Tensor | None) -> torch.Tensor | None:
     return found if found is None or found.dtype in FACTORS else found.float()
 
 
-def _is_finite(factors: torch.Tensor, scale: float) -> bool:
-    """Return True if all factors, multiplied by scale, are numbers of fp32."""
+def _is_finite(factors: torch.Tensor, scale: float, dtype: torch.dtype) -> bool:
+    """Return True if all factors, multiplied by scale in fp32, are numbers of this type."""
     if not factors.numel():
         return True
     # A twentieth of the time of isfinite().all(). NaN is both the least and the greatest.
-    return all(abs(float(one) * scale) <= MAX_FACTOR for one in factors.aminmax())
+    ends = torch.stack(factors.aminmax()).float() * scale
+    return bool(ends.to(dtype).isfinite().all())
 
 
 def _module(tensor: str, fail: Fail) -> str:

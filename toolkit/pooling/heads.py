@@ -37,16 +37,8 @@ def max_seq_length(folder: Path) -> int | None:
     return read_pooling(folder, None, "mean").max_seq_length if has_pooling(folder) else None
 
 
-def encoder_head(
-    model: Encoder,
-    model_config: ArchitectureConfig,
-    config: EngineConfig,
-    folder: Path,
-    device: torch.device,
-) -> tuple[Head, PoolingInfo]:
-    """Return the head of an encoder.
-
-    Raises ToolkitError for a head that cannot be read, and for settings that the model lacks."""
+def check_encoder(model: Encoder, config: EngineConfig) -> None:
+    """Raise ConfigError for settings that an encoder lacks."""
     for name, value in (
         ("attention_backend", config.device.attention_backend),
         ("kv_cache_dtype", config.cache.kv_cache_dtype),
@@ -57,12 +49,21 @@ def encoder_head(
                 f"and has none.",
                 param=name,
             )
+    if isinstance(model, Scorer) and config.model.pooling is not None:
+        raise ConfigError(
+            "--pooling is for embedding models. This one scores pairs of texts.", param="pooling"
+        )
+
+
+def encoder_head(
+    model: Encoder,
+    model_config: ArchitectureConfig,
+    config: EngineConfig,
+    folder: Path,
+    device: torch.device,
+) -> tuple[Head, PoolingInfo]:
+    """Return the head of an encoder. Raises ToolkitError for a head that cannot be read."""
     if isinstance(model, Scorer):
-        if config.model.pooling is not None:
-            raise ConfigError(
-                "--pooling is for embedding models. This one scores pairs of texts.",
-                param="pooling",
-            )
         assert isinstance(model_config, bert.Config)
         scores = _scores(model, model_config.score_activation)
         return scores, PoolingInfo(task="score", size=1)

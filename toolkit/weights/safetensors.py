@@ -5,7 +5,6 @@ row-major order (https://huggingface.co/docs/safetensors)."""
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import struct
@@ -18,6 +17,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from toolkit.distributed import Shard
@@ -30,6 +30,7 @@ CHUNK = 2**22  # bytes that a reader reads at a time
 MAPPED_CHUNK = 2**24
 """Bytes of a file mapped at a time. Pages that were read count as this process's memory."""
 MAPPED_AHEAD = 4  # chunks that the system reads ahead of the copy
+MOST_NUMBERS = 2**59  # of a tensor, so that PyTorch can count its bytes
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -193,7 +194,7 @@ def parse_header(
         (header_size,) = struct.unpack_from("<Q", content)
         if header_size > size - 8:
             raise _bad(file, f"is cut short or not a safetensors file: it has {size} bytes")
-        header = json.loads(bytes(content[8 : 8 + header_size]))
+        header = msgspec.json.decode(content[8 : 8 + header_size])  # refuses what is no Unicode
         tensors = list(_tensors(file, header, 8 + header_size))
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _bad(file, "is not a valid safetensors file: its header cannot be read") from None
@@ -299,6 +300,8 @@ def _tensors(file: Path, header: dict[str, Any], data: int) -> Iterator[StoredTe
         begin, end = map(index, entry["data_offsets"])
         if not 0 <= begin <= end or min(shape, default=0) < 0:
             raise ValueError(f"{name}: invalid offsets or shape")
+        if math.prod(size or 1 for size in shape) > MOST_NUMBERS:  # also next to a size of 0
+            raise ValueError(f"{name}: too large")
         if kind in DTYPES and math.prod(shape) * DTYPES[kind].itemsize != end - begin:
             raise ValueError(f"{name}: size and shape differ")
         yield StoredTensor(file, name, kind, shape, data + begin, end - begin)

@@ -100,7 +100,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (FP8 `[2, num_tokens, size]`, fp32 scales `[num_tokens, blocks of columns]`) of x.
 
     A block of a row is (first + second / SECOND) * scale, a power of two. That is exact for bf16,
-    whose eight digits the two have, but for numbers of less than 2^-14 of the block's maximum. x
+    whose eight digits the two have, but for numbers of less than 2^-13 of the block's maximum. x
     and scales: as in `quantize`."""
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")

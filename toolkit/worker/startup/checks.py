@@ -6,7 +6,8 @@ from pathlib import Path
 from toolkit.config import EngineConfig, Speculation
 from toolkit.distributed import SINGLE, SINGLE_STAGE, Group
 from toolkit.kernels.table import kernels_for
-from toolkit.models.model import CausalLM
+from toolkit.models.model import CausalLM, Encoder
+from toolkit.pooling.heads import check_encoder
 from toolkit.worker.adapter_reading import AdapterReader
 from toolkit.worker.startup import drafters
 from toolkit.worker.startup.devices import choose_device
@@ -31,6 +32,8 @@ def find_loaders(setup: Setup) -> Loaders:
     model = ModelLoader(setup)
     if isinstance(model.sketch, CausalLM):
         choose_attention(setup, model.sketch)
+    elif isinstance(model.sketch, Encoder):
+        check_encoder(model.sketch, setup.config)
     return Loaders(model, speculation, drafter)
 
 
