@@ -51,11 +51,11 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
     "no drafter": (drafter_with("eagle", "./no"), "drafter of --speculative-config: There is no"),
     "no EAGLE": (drafter_with("eagle", "other"), "its layout is not that of EAGLE"),
     "no MTP": (drafter_with("mtp", None), "LlamaForCausalLM has no layer that drafts"),
-    "no adapter": (adapter("./no"), "there is no adapter_config.json"),
+    "no adapter": (adapter("./no"), "there is no such folder"),
     "no folder": ({"lora_dir": "./no"}, "--lora-dir ./no: there is no such folder"),
     "a file": ({"lora_dir": "cut/adapter_config.json"}, "it is not a folder"),
     "DoRA": (adapter("dora"), "it is a DoRA adapter"),
-    "cut adapter": (adapter("cut"), "adapter_model.safetensors cannot be read"),
+    "cut adapter": (adapter("cut"), "adapter_model.safetensors is cut short"),
     "foreign adapter": (adapter("foreign"), "to a weight of another shape"),
 }
 

@@ -366,7 +366,7 @@ def test_adapters_of_experts_are_refused(adapter, checkpoint, tmp_path, base, mo
     [
         ({"lora_modules": ["mine"]}, "NAME=PATH"),
         ({"lora_modules": ["a=x", "a=y"]}, "two adapters are called 'a'"),
-        ({"model_impl": "transformers"}, "not supported"),
+        ({"model_impl": "transformers"}, "cannot be combined with LoRA adapters"),
         ({"max_lora_rank": 4}, "Start with --max-lora-rank 8"),
     ],
     ids=str,
