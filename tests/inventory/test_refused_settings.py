@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import edit_json
 from toolkit import LLM
+from toolkit.cli.root import tree
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.inventory.dry_run import dry_run
@@ -45,6 +46,9 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
     "a file": ({"lora_dir": "cut/adapter_config.json"}, "it is not a folder"),
     "DoRA": (adapter("dora"), "it is a DoRA adapter"),
     "cut adapter": (adapter("cut"), "adapter_model.safetensors cannot be read"),
+    "absent adapter": (adapter("nosuch"), "adapter 'one': There is no model nosuch: .* is set"),
+    "absent tokenizer": ({"tokenizer": "nosuch"}, "There is no model nosuch: .* is set"),
+    "no processor": ({"logits_processors": ("no.such:One",)}, "Cannot use the plug-in no.such:One"),
     "foreign adapter": (adapter("foreign"), "to a weight of another shape"),
 }
 
@@ -98,10 +102,41 @@ def test_dry_run_refuses_what_a_start_refuses(
     given, message = REFUSED[case]
     config = settings(**given)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ToolkitError, match=message):
         dry_run(config, as_json=False)
     assert not capsys.readouterr().out
     assert error_of(lambda: dry_run(config, as_json=False)) == error_of(lambda: LLM(config=config))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora-modules model=good", "the model is called 'model', too"),
+        ("--served-model-name x --lora-modules x=good", "the model is called 'x', too"),
+        (
+            """--lora-modules {"name":"a","path":"good","base_model_name":"other"}""",
+            "base_model_name is 'other', and the model is 'model'",
+        ),
+        ("--chat-template no.jinja", "'no.jinja' cannot be read"),
+        ("--api-key-file no", "--api-key-file no cannot be read"),
+        ("--middleware no.such:one", "Cannot use the plug-in no.such:one"),
+        ("--tool-call-parser no", "--tool-call-parser must be one of"),
+    ],
+    ids=str,
+)
+def test_dry_run_refuses_what_a_server_refuses(
+    folder: Path, flags: str, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(folder)
+    arguments = ["serve", "model", "--device", "cpu", *flags.split()]
+
+    def run(*more: str) -> None:
+        tree().main([*arguments, *more], prog_name="tk", standalone_mode=False)
+
+    found = error_of(lambda: run("--dry-run"))
+    assert found == error_of(run)
+    assert message in found[1]
 
 
 def test_dry_run_accepts_what_a_start_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -27,6 +27,7 @@ from toolkit.api.http.listener import bind
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.serving import lifecycle
+from toolkit.serving.checks import default_name
 
 KEY = "k e'y"
 
@@ -130,7 +131,7 @@ def test_default_model_name_has_no_path(tmp_path, monkeypatch, model, name):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "up/here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert lifecycle.default_name(model and model.format(home=tmp_path)) == name
+    assert default_name(model and model.format(home=tmp_path)) == name
 
 
 def test_an_idle_server_uses_almost_no_cpu(server: Server) -> None:

@@ -24,7 +24,6 @@ from toolkit.models.model import CausalLM, Encoder
 from toolkit.models.registry import has_head
 from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
-from toolkit.sampling.processor_rows import load_processors
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.adapter_reading import AdapterReader
 from toolkit.worker.cuda_runner import CudaRunner
@@ -128,11 +127,10 @@ class Worker:
             self._count_late_compilations(setup)
             return self.info
         assert isinstance(model, CausalLM)
-        processors = load_processors(self.config.plugins, device, model.vocab_size)
         with phases("KV cache"):
-            factory = RunnerFactory(setup, model, processors, loaded.adapters, drafter)
+            factory = RunnerFactory(setup, model, loaders.processors, loaded.adapters, drafter)
             self._make_runner(setup, loaded, factory, wait_for_weights)
-        self.info.logits_processors = list(processors)
+        self.info.logits_processors = list(loaders.processors)
         if loaded.adapters is not None:
             self.runner.adapters = loaded.adapters
             self.info.max_lora_rank = loaded.adapters.max_rank
