@@ -152,7 +152,8 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         ("device", f"{each}{device.name}: {size(device.free)} free of {size(device.total)}"),
         (
             "weights",
-            f"{size(result.weights)}: {count(result.num_parameters)} parameters in {result.dtype}",
+            f"{size(result.weights)}: {count(result.num_parameters)} parameters in "
+            f"{result.weight_type}",
         ),
         ("step", f"about {size(result.step)}: activations, logits{graphs}, and the process itself"),
     ]

@@ -27,7 +27,7 @@ from toolkit.models.eagle import (
     describe_eagle,
     describe_own_layer,
 )
-from toolkit.models.model_config import resolve_dtype
+from toolkit.models.model_config import name_weights, resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import size
 from toolkit.weights.formats import Packings
@@ -55,7 +55,8 @@ class Estimate:
 
     device: Device
     parallel: ParallelConfig
-    dtype: str
+    dtype: str  # of activations
+    weight_type: str  # of most weights in memory
     num_parameters: int
     weights: int
     step: int  # of the largest step, CUDA graphs and the process itself
@@ -122,10 +123,10 @@ class Estimate:
         if self.fits:
             return None
         if not self.weights_fit:
-            half = " Half of that with --dtype bfloat16." if self.dtype == "float32" else ""
+            half = " Half of that with --dtype bfloat16." if self.weight_type == "float32" else ""
             other = "a step" if self.device.kind == "cuda" else "the process"
             return (
-                f"The weights take {size(self.weights)} in {self.dtype} and {other} "
+                f"The weights take {size(self.weights)} in {self.weight_type} and {other} "
                 f"{size(self._at_start)}; {size(self.device.free)} of {self.device.kind} memory "
                 f"are free.{half}"
             )
@@ -275,6 +276,9 @@ def estimate(
         device=device,
         parallel=engine.parallel,
         dtype=dtype,
+        weight_type=name_weights(
+            described, checkpoint.packings, dtype, engine.model.quantization, on_gpu=on_gpu
+        ),
         num_parameters=checkpoint.num_parameters or 0,
         weights=weights,
         step=step,
