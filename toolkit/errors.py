@@ -3,7 +3,8 @@
 Any other exception is a bug and keeps its traceback."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -182,6 +183,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean a or b?' for an error message, or an empty string."""
     names = nearest(name, known)
     return f" Did you mean {' or '.join(names)}?" if names else ""
+
+
+@contextmanager
+def errors_about(subject: str) -> Iterator[None]:
+    """Begin the messages of errors with their subject."""
+    try:
+        yield
+    except ToolkitError as error:
+        raise type(error)(f"{subject}: {error.message}") from None
 
 
 def error_of_kind(kind: str, message: str) -> ToolkitError | None:

@@ -67,6 +67,15 @@ def locate_tokenizer(name: str) -> Path:
     return locate(name) if folder.exists() else _from_hub(name, None, with_weights=False)
 
 
+def local_tokenizer(name: str) -> Path | None:
+    """Return the folder of a tokenizer on this machine, None for one that must be downloaded.
+
+    Raises as `locate` does for a path."""
+    if is_path(name) or Path(name).expanduser().exists():
+        return locate_tokenizer(name)
+    return cached_snapshot(name, None, with_weights=False)
+
+
 def locate_adapter(name: str) -> Path:
     """Return the folder of a LoRA adapter, downloaded if it is missing.
 
@@ -91,6 +100,17 @@ def local_adapter(name: str) -> Path | None:
         return folder
     cached = cached_snapshot(name, None, with_weights=False)
     return cached if cached is not None and any(cached.glob("adapter_model.*")) else None
+
+
+def require_on_hub(name: str) -> None:
+    """Raise ModelNotFoundError if a model must be downloaded and cannot be."""
+    try:
+        with hub_errors(name, None):
+            from huggingface_hub import model_info
+
+            model_info(name)
+    except HubUnreachableError as unreachable:
+        raise not_found(name, None, unreachable) from None
 
 
 def is_path(name: str) -> bool:

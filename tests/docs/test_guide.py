@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import trustme
 from safetensors.torch import load_file, save_file
 
 from tests.docs.examples import (
@@ -206,6 +207,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(target)
     write_files(folder)
+    write_server_files(folder)
     for name in ("sql", "sql-2", "support"):
         save_adapter(folder / "adapters" / name, folder / "model")
     for block in BLOCKS:
@@ -221,6 +223,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m toolkit "$@"\n')
     program.chmod(0o755)
     return folder
+
+
+def write_server_files(folder: Path) -> None:
+    """Write the keys, certificate and plug-ins that `tk serve` gets in pages."""
+    (folder / "keys.txt").write_text("a-key\n")
+    identity = trustme.CA().issue_cert("localhost")
+    identity.private_key_pem.write_to_path(folder / "key.pem")
+    identity.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    plugins = Path(__file__).parents[1] / "plugins" / "example" / "tk_example"
+    parsers = (plugins / "tools.py").read_text() + '\nTOOL_PARSERS = {"at": AtFormat}\n'
+    (folder / "formats.py").write_text(parsers)
+    middleware = (plugins / "middleware.py").read_text() + "\nlog_users = Timing\n"
+    (folder / "my_middleware.py").write_text(middleware)
 
 
 def save_adapter(folder: Path, model: Path) -> None:
@@ -279,10 +294,15 @@ def test_commands_run(
 
 @pytest.mark.parametrize("line", lines_of("serve"))
 def test_servers_would_start(
-    line: str, folder: Path, environment: dict[str, str], tk_here: Callable
+    line: str,
+    folder: Path,
+    environment: dict[str, str],
+    tk_here: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """The flags are right and the model fits; `--dry-run` loads nothing."""
-    line = line.replace("--max-model-len 8192", "--max-model-len 512")
+    """The flags are right and the model fits; `--dry-run` loads no weights."""
+    monkeypatch.syspath_prepend(folder)
+    line = line.replace("--max-model-len 8192", "--max-model-len 512").replace("/etc/tk/", "")
     start = words(line).index("tk")
     environment |= dict(word.split("=", 1) for word in words(line)[:start]) | {"TK_DEVICE": "cpu"}
     arguments = [word for word in words(line)[start + 1 :] if word != "--dry-run"]

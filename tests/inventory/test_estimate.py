@@ -35,6 +35,7 @@ from toolkit.worker.worker import Worker
 from tools.bench.models import CONFIGS
 
 GIB = 2**30
+QUANTIZED = Path(__file__).parents[1] / "weights" / "quantized"
 H200 = Device("cuda", "NVIDIA H200", 140 * GIB, 140 * GIB)
 CPU = Device("cpu", "cpu", 16 * GIB, 16 * GIB)
 PADDED = 1.25
@@ -89,6 +90,24 @@ def test_dry_run_reports_the_cache_outside_windows(checkpoint, capsys, kind, len
     dry_run(config, as_json=False)
     shown = f"({share:.0%}) is outside them, with sequences of {length} tokens"
     assert (shown in " ".join(capsys.readouterr().out.split())) == bool(share)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("gptq-4bit-g128", {}, "int4 (GPTQ)"),
+        ("ct-int8-w8a8", {}, "int8 (compressed-tensors)"),
+        ("fp8-block", {"dtype": "float32"}, "float32"),
+        (None, {"quantization": "int4"}, "int4"),
+    ],
+)
+def test_the_type_of_quantized_weights_is_named(
+    name: str | None, more: dict[str, object], expected: str, capsys: pytest.CaptureFixture[str]
+):
+    config = settings(**more, model=None if name is None else str(QUANTIZED / name))
+    assert dry_run(config, as_json=False) == 0
+    assert f"parameters in {expected}\n" in capsys.readouterr().out
+    assert run(Path(config.model.model or MODEL_DIR), config).weight_type == expected
 
 
 @pytest.mark.skipif(not cpu.available(), reason="needs the CPU kernels")

@@ -16,7 +16,7 @@ from tests.models.architectures import ARCHITECTURES
 from toolkit.errors import CheckpointError
 from toolkit.gguf.names import choose, labels, models_in
 from toolkit.hub import locate
-from toolkit.serving.lifecycle import default_name
+from toolkit.serving.checks import default_name
 
 FILES = [
     "README.md",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from safetensors.torch import save_file
 from tests.checkpoints import edit_json
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM
+from toolkit.cli.root import explain, tree
 from toolkit.config import EngineConfig
-from toolkit.errors import ToolkitError
+from toolkit.config.engine import MEMORY_VARIABLE
+from toolkit.errors import OutOfMemoryError, ToolkitError
+from toolkit.hardware.devices import find_device
 from toolkit.inventory.dry_run import dry_run
+from toolkit.units import GIB
 
 QUANTIZED = Path(__file__).parents[1] / "weights" / "quantized" / "gptq-4bit-g128"
 ADAPTER = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
@@ -56,6 +61,9 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
     "a file": ({"lora_dir": "cut/adapter_config.json"}, "it is not a folder"),
     "DoRA": (adapter("dora"), "it is a DoRA adapter"),
     "cut adapter": (adapter("cut"), "adapter_model.safetensors is cut short"),
+    "absent adapter": (adapter("nosuch"), "adapter 'one': There is no model nosuch: .* is set"),
+    "absent tokenizer": ({"tokenizer": "nosuch"}, "There is no model nosuch: .* is set"),
+    "no processor": ({"logits_processors": ("no.such:One",)}, "Cannot use the plug-in no.such:One"),
     "foreign adapter": (adapter("foreign"), "to a weight of another shape"),
 }
 
@@ -112,17 +120,87 @@ def test_dry_run_refuses_what_a_start_refuses(
     given, message = REFUSED[case]
     config = settings(**given)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ToolkitError, match=message):
         dry_run(config, as_json=False)
     assert not capsys.readouterr().out
     assert error_of(lambda: dry_run(config, as_json=False)) == error_of(lambda: LLM(config=config))
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_cache_memory": 2.0**19}, r"a KV cache of .* lower --kv-cache-memory\."),
+        ({"num_gpu_blocks_override": 10**9}, r"cache of .* lower --num-gpu-blocks-override\."),
+        ({"swap_space": 2.0**19}, r"for \S+ GiB of swap space .* lower --swap-space\."),
+        ({"max_num_seqs": 10**9}, r"for the tokens of requests .* lower --max-num-seqs\."),
+        ({"kv_cache_memory": 0.00001}, r"room for 32 tokens"),
+    ],
+    ids=str,
+)
+def test_dry_run_finds_the_lack_of_memory_of_a_start(
+    folder: Path,
+    given: dict[str, object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(folder)
+    with pytest.raises(OutOfMemoryError, match=message) as raised:
+        LLM(config=settings(**given))
+    assert explain(raised.value) == dry_run(settings(**given), as_json=False) == 1
+    printed = re.sub(r"[\d.]+ GiB of cpu", "", capsys.readouterr().err).splitlines()
+    assert printed[0] == f"tk: {printed[1]}"
+
+
+def test_engines_share_the_memory_for_their_caches(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    free = find_device("cpu").free / GIB
+    assert dry_run(settings(kv_cache_memory=0.6 * free), as_json=False) == 0
+    pair = settings(kv_cache_memory=0.6 * free, data_parallel_size=2)
+    assert dry_run(pair, as_json=False) == 1
+    monkeypatch.setenv(MEMORY_VARIABLE, str(2**20))  # as for each of several engines
+    with pytest.raises(OutOfMemoryError, match=r"a KV cache of 10\.\d MiB"):
+        LLM(config=settings(kv_cache_memory=0.01))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora-modules model=good", "the model is called 'model', too"),
+        ("--served-model-name x --lora-modules x=good", "the model is called 'x', too"),
+        (
+            """--lora-modules {"name":"a","path":"good","base_model_name":"other"}""",
+            "base_model_name is 'other', and the model is 'model'",
+        ),
+        ("--chat-template no.jinja", "'no.jinja' cannot be read"),
+        ("--api-key-file no", "--api-key-file no cannot be read"),
+        ("--middleware no.such:one", "Cannot use the plug-in no.such:one"),
+        ("--tool-call-parser no", "--tool-call-parser must be one of"),
+    ],
+    ids=str,
+)
+def test_dry_run_refuses_what_a_server_refuses(
+    folder: Path, flags: str, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(folder)
+    arguments = ["serve", "model", "--device", "cpu", *flags.split()]
+
+    def run(*more: str) -> None:
+        tree().main([*arguments, *more], prog_name="tk", standalone_mode=False)
+
+    found = error_of(lambda: run("--dry-run"))
+    assert found == error_of(run)
+    assert message in found[1]
+
+
 def test_dry_run_accepts_what_a_start_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     given = {"quantization": "int8", "dtype": "bfloat16", "tensor_parallel_size": 2}
     more = adapter("good") | {"attention_backend": "cpu", "kv_cache_dtype": "fp8"}
-    for one in (given, more, drafter_with("draft_model", "model"), drafter_with("ngram", None)):
+    long_steps = {"max_num_batched_tokens": 10**8}
+    drafters = (drafter_with("draft_model", "model"), drafter_with("ngram", None))
+    for one in (given, more, long_steps, *drafters):
         assert dry_run(settings(**one), as_json=False) == 0
 
 

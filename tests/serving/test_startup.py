@@ -28,6 +28,7 @@ from toolkit.api.http.listener import bind
 from toolkit.config import EngineConfig, LoRAConfig, ServerConfig
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.serving import lifecycle
+from toolkit.serving.checks import default_name
 
 KEY = "k e'y"
 
@@ -131,7 +132,7 @@ def test_default_model_name_has_no_path(tmp_path, monkeypatch, model, name):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "up/here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert lifecycle.default_name(model and model.format(home=tmp_path)) == name
+    assert default_name(model and model.format(home=tmp_path)) == name
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,7 @@ class Failure:
     arguments: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     tokenizer: bool = False
+    code: int = 2
     prepare: Callable[[Path], object] = lambda folder: None
     """Damages the folder `model` in the working directory, a copy of a model with two shards."""
 
@@ -204,6 +206,7 @@ FAILURES = {
     "little memory": Failure(
         [f"--max-model-len {SMALL_TOKENS} ", "--kv-cache-memory", str(CONTEXT)],
         ["model", "--kv-cache-memory", str(SMALL)],
+        code=1,
     ),
     "wrong variable": Failure(["TK_PORT", "abc"], ["model"], {"TK_PORT": "abc"}),
     "wrong host": Failure(["--host", "nowhere.invalid"], ["model", "--host", "nowhere.invalid"]),
@@ -270,11 +273,11 @@ def failed(
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_start_up_error_is_one_message_and_exit_code_2(
+def test_a_start_up_error_is_one_message_and_an_exit_code(
     failed: Callable[[str], Process], name: str
 ) -> None:
     process = failed(name)
-    assert process.popen.returncode == 2
+    assert process.popen.returncode == FAILURES[name].code
     message = process.lines[-1]
     assert message.startswith("tk: ")
     for part in FAILURES[name].says:

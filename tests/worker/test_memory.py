@@ -136,7 +136,7 @@ def test_a_cache_that_does_not_fit_is_reported(checkpoint, monkeypatch):
 
     monkeypatch.setattr("toolkit.worker.startup.runners.KVCache", full)
     with pytest.raises(
-        OutOfMemoryError, match=r"enough memory for a KV cache of .* and 0 B of swap space"
+        OutOfMemoryError, match=r"enough memory for a KV cache of .*lower --kv-cache-memory"
     ):
         LLM(str(checkpoint("gpt2")), device="cpu", kv_cache_memory=0.05)
 

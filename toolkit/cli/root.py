@@ -12,7 +12,7 @@ import typer
 
 from toolkit.cli.help import HELP_FLAGS, CommandGroup, RootGroup
 from toolkit.cli.names import COMMANDS
-from toolkit.errors import ToolkitError
+from toolkit.errors import OutOfMemoryError, ToolkitError
 from toolkit.logs import escape_controls, flush_stderr, save_traceback, shows_tracebacks
 
 EXIT_CODES = {
@@ -76,7 +76,7 @@ def explain(error: Exception) -> int:
 
     A ToolkitError is one paragraph. A bug is one line; its traceback goes to `errors.log`."""
     if isinstance(error, ToolkitError):
-        return _fail(error.message, 2)
+        return _fail(error.message, 1 if isinstance(error, OutOfMemoryError) else 2)
     if isinstance(error, typer.TyperException):
         return _fail(error.format_message(), error.exit_code)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -59,7 +59,9 @@ def serve(
     )
     if dry.dry_run:
         from toolkit.inventory.dry_run import dry_run
+        from toolkit.serving.checks import check_server_settings
 
+        check_server_settings(engine, server)
         raise typer.Exit(dry_run(engine, as_json=dry.json))
     import uvloop
 

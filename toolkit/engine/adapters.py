@@ -17,7 +17,7 @@ from toolkit.errors import (
     CheckpointError,
     InvalidRequestError,
     ModelNotFoundError,
-    ToolkitError,
+    errors_about,
 )
 from toolkit.hub import locate_adapter
 from toolkit.lora.files import find_adapter, require_lora_dir
@@ -37,10 +37,8 @@ def with_local_adapters(config: EngineConfig) -> EngineConfig:
         return config
     modules = []
     for name, path in config.lora.adapters.items():
-        try:
+        with errors_about(f"adapter {name!r}"):
             folder = str(locate_adapter(path).absolute())
-        except ToolkitError as error:
-            raise type(error)(f"adapter {name!r}: {error.message}") from None
         modules.append(msgspec.json.encode({"name": name, "path": folder}).decode())
     return dataclasses.replace(
         config, lora=dataclasses.replace(config.lora, lora_modules=tuple(modules))

@@ -4,7 +4,7 @@ import dataclasses
 
 from toolkit.config import EngineConfig, SpeculationConfig
 from toolkit.engine.adapters import with_local_adapters
-from toolkit.errors import ToolkitError
+from toolkit.errors import errors_about
 from toolkit.hub import locate
 
 
@@ -15,9 +15,7 @@ def with_local_files(config: EngineConfig) -> EngineConfig:
     config, wanted = with_local_adapters(config), config.speculation.drafter
     if wanted is None or wanted.model is None:
         return config
-    try:
+    with errors_about("the drafter of --speculative-config"):
         folder = str(locate(wanted.model, wanted.revision).absolute())
-    except ToolkitError as error:
-        raise type(error)(f"the drafter of --speculative-config: {error.message}") from None
     given = dict(config.speculation.speculative_config or {}) | {"model": folder}
     return dataclasses.replace(config, speculation=SpeculationConfig(speculative_config=given))

@@ -194,7 +194,7 @@ def _fit(checkpoint: Checkpoint) -> str:
         verdict = f"with up to {fit.largest_context:,} tokens" if fit.largest_context else "no"
         return f"{verdict} ({where}). {fit.problem}"
     cache = f", with a KV cache of {fit.num_tokens:,} tokens" if fit.has_cache else ""
-    return f"yes ({where}): {size(fit.weights)} of weights in {fit.dtype}{cache}"
+    return f"yes ({where}): {size(fit.weights)} of weights in {fit.weight_type}{cache}"
 
 
 def _json(text: str) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Checkpoint:
     def config(self) -> Any:
         """Config as the engine parses it. Raises CheckpointError for an unsupported model."""
         if self.problem is not None:
-            raise CheckpointError(f"{self.name}: {self.problem}.")
+            raise CheckpointError(f"{self.name}: {self.problem.rstrip('.')}.")
         return parse_config(self.raw)
 
     @cached_property

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from toolkit import hub
-from toolkit.config import EngineConfig
-from toolkit.errors import ToolkitError
+from toolkit.config import EngineConfig, PluginConfig
+from toolkit.errors import errors_about
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.console import print_facts, print_json, print_note
@@ -50,10 +50,8 @@ def drafter_of(checkpoint: Checkpoint, engine: EngineConfig) -> DrafterShape | N
 
 
 def _find_drafter(model: str, revision: str | None) -> Checkpoint:
-    try:
+    with errors_about("the drafter of --speculative-config"):
         return find_checkpoint(model, revision)
-    except ToolkitError as error:
-        raise type(error)(f"the drafter of --speculative-config: {error.message}") from None
 
 
 def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
@@ -61,6 +59,8 @@ def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
 
     Models on the hub are checked by their config.json, GGUF files and adapters there not at all."""
     wanted = engine.speculation.drafter
+    if engine.model.tokenizer is not None and hub.local_tokenizer(engine.model.tokenizer) is None:
+        hub.require_on_hub(engine.model.tokenizer)
     is_plain = (
         engine.parallel.world_size == 1
         and not engine.parallel.enable_expert_parallel
@@ -69,6 +69,7 @@ def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
         and engine.device.attention_backend == "auto"
         and engine.cache.kv_cache_dtype == "auto"
         and not engine.lora.is_enabled
+        and engine.plugins == PluginConfig()
         and wanted is None
     )
     require_lora_dir(engine.lora.lora_dir)
@@ -101,11 +102,16 @@ def _described(name: str | None, revision: str | None) -> Path | None:
 
 
 def _local_adapters(engine: EngineConfig) -> tuple[str, ...]:
-    """Return the --lora-modules that are on this machine, with their folders."""
+    """Return the --lora-modules that are on this machine, with their folders.
+
+    Raises ModelNotFoundError for one that cannot be downloaded either."""
     modules = []
     for name, path in engine.lora.adapters.items():
         folder = hub.local_adapter(path)
-        if folder is not None:
+        if folder is None:
+            with errors_about(f"adapter {name!r}"):
+                hub.require_on_hub(path)
+        else:
             module = {"name": name, "path": str(folder.absolute())}
             modules.append(msgspec.json.encode(module).decode())
     return tuple(modules)
@@ -147,7 +153,8 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         ("device", f"{each}{device.name}: {size(device.free)} free of {size(device.total)}"),
         (
             "weights",
-            f"{size(result.weights)}: {count(result.num_parameters)} parameters in {result.dtype}",
+            f"{size(result.weights)}: {count(result.num_parameters)} parameters in "
+            f"{result.weight_type}",
         ),
         ("step", f"about {size(result.step)}: activations, logits{graphs}, and the process itself"),
     ]

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from toolkit.config import CacheConfig, EngineConfig
 from toolkit.config.engine import LoRAConfig, ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.hardware.devices import Device
+from toolkit.hardware.devices import Device, find_device
 from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
 from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory
@@ -27,9 +27,9 @@ from toolkit.models.eagle import (
     describe_eagle,
     describe_own_layer,
 )
-from toolkit.models.model_config import resolve_dtype
+from toolkit.models.model_config import name_weights, resolve_dtype
 from toolkit.models.pipeline_split import split_layers
-from toolkit.units import GIB, size
+from toolkit.units import size
 from toolkit.weights.formats import Packings
 from toolkit.weights.layout import (
     DENSE,
@@ -38,7 +38,11 @@ from toolkit.weights.layout import (
     on_device,
     while_loading,
 )
-from toolkit.worker.startup.cache_problem import cache_problem
+from toolkit.worker.startup.cache_problem import (
+    cache_problem,
+    count_blocks,
+    memory_problem,
+)
 
 RANK_BLOCK = 16  # ranks of adapters are padded to a multiple of this on a GPU
 
@@ -51,10 +55,11 @@ class Estimate:
 
     device: Device
     parallel: ParallelConfig
-    dtype: str
+    dtype: str  # of activations
+    weight_type: str  # of most weights in memory
     num_parameters: int
     weights: int
-    step: int  # of the largest step without the weights, CUDA graphs and the process itself
+    step: int  # of the largest step, CUDA graphs and the process itself
     bytes_per_position: float
     """Memory that each token of --max-model-len takes from the cache, for the rows' tables."""
     cache_settings: CacheConfig
@@ -63,13 +68,19 @@ class Estimate:
     max_model_len: int
     max_positions: int
     has_cache: bool
+    lack: str | None  # why cache, swap space and tables are too large, if they are
     drafter: int = 0  # bytes of its weights, which `weights` contains
     outside_windows: float
     """Part of the cache of a full-length sequence, in all layers, that no attention reads."""
 
     @property
     def weights_fit(self) -> bool:
-        return self.weights + self.step <= self.device.free
+        return self.weights + self._at_start <= self.device.free
+
+    @property
+    def _at_start(self) -> int:
+        """Bytes that a start takes besides weights and cache. Only on a GPU it runs a step."""
+        return self.step if self.device.kind == "cuda" else CPU_RUNTIME
 
     @property
     def block_size(self) -> int:
@@ -104,7 +115,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.largest_context >= self.max_model_len
+        return self.largest_context >= self.max_model_len and self.lack is None
 
     @property
     def problem(self) -> str | None:
@@ -112,19 +123,21 @@ class Estimate:
         if self.fits:
             return None
         if not self.weights_fit:
-            half = " Half of that with --dtype bfloat16." if self.dtype == "float32" else ""
+            half = " Half of that with --dtype bfloat16." if self.weight_type == "float32" else ""
+            other = "a step" if self.device.kind == "cuda" else "the process"
             return (
-                f"The weights take {size(self.weights)} in {self.dtype} and a step "
-                f"{size(self.step)}; {size(self.device.free)} of {self.device.kind} memory are "
-                f"free.{half}"
+                f"The weights take {size(self.weights)} in {self.weight_type} and {other} "
+                f"{size(self._at_start)}; {size(self.device.free)} of {self.device.kind} memory "
+                f"are free.{half}"
             )
-        return cache_problem(
+        too_small = cache_problem(
             self.cache_settings,
             num_blocks=self.num_blocks,
             block_bytes=self.block_bytes,
             max_model_len=self.max_model_len,
             on_gpu=self.device.kind == "cuda",
         )
+        return too_small or self.lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,21 +258,27 @@ def estimate(
         spare = engine.scheduler.max_num_seqs * per_row * drafter_block
         stages = [(weights + drafter_weights, layers) for weights, layers in stages]
 
-    def count_blocks(weights: int, layers: int) -> int:
+    def blocks_of(weights: int, layers: int) -> tuple[int, int]:
         if not layers * layer_bytes:
-            return 0
+            return 0, 0
         block_bytes = layers * layer_bytes + drafter_block
-        return _num_blocks(engine, device, weights, step, spare, block_bytes, max_model_len)
+        return _count_blocks(engine, device, weights, step, spare, block_bytes, max_model_len)
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
+    on_gpu = device.kind == "cuda"
+    least = step if on_gpu else CPU_RUNTIME
     weights, layers = min(
-        stages, key=lambda stage: (stage[0] + step <= device.free, count_blocks(*stage), -stage[0])
+        stages, key=lambda stage: (stage[0] + least <= device.free, blocks_of(*stage)[0], -stage[0])
     )
-    num_blocks, block_bytes = count_blocks(weights, layers), layers * layer_bytes + drafter_block
+    num_blocks, num_host_blocks = blocks_of(weights, layers)
+    block_bytes = layers * layer_bytes + drafter_block
     return Estimate(
         device=device,
         parallel=engine.parallel,
         dtype=dtype,
+        weight_type=name_weights(
+            described, checkpoint.packings, dtype, engine.model.quantization, on_gpu=on_gpu
+        ),
         num_parameters=checkpoint.num_parameters or 0,
         weights=weights,
         step=step,
@@ -270,6 +289,14 @@ def estimate(
         max_model_len=max_model_len,
         max_positions=checkpoint.max_positions,
         has_cache=block_bytes > 0,
+        lack=_find_lack(
+            engine,
+            device,
+            free=device.free - weights - least,
+            cache=num_blocks * block_bytes + spare,
+            swap=num_host_blocks * block_bytes,
+            tables=0 if on_gpu else steps.rows,
+        ),
         drafter=drafter_weights,
         outside_windows=_outside_windows(checkpoint.attention, max_model_len),
     )
@@ -389,7 +416,7 @@ def _is_measured(engine: EngineConfig, device: Device) -> bool:
     return device.kind == "cuda" and not is_given
 
 
-def _num_blocks(
+def _count_blocks(
     engine: EngineConfig,
     device: Device,
     weights: int,
@@ -397,16 +424,34 @@ def _num_blocks(
     spare: int,
     block_bytes: int,
     max_model_len: int,
-) -> int:
+) -> tuple[int, int]:
     cache = engine.cache
-    if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override
-    if cache.kv_cache_memory is not None:
-        return int(cache.kv_cache_memory * GIB) // block_bytes
     if device.kind == "cuda":
         used = device.total - device.free
-        left = int(device.total * cache.gpu_memory_utilization) - used - weights - step - spare
-        return max(0, left) // block_bytes
-    left = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE) - spare
-    max_useful = engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
-    return min(max(0, left) // block_bytes, max_useful)
+        room = int(device.total * cache.gpu_memory_utilization) - used - weights - step - spare
+    else:
+        room = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE) - spare
+    return count_blocks(
+        cache,
+        room=room,
+        block_bytes=block_bytes,
+        most_useful=engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size),
+        on_gpu=device.kind == "cuda",
+    )
+
+
+def _find_lack(
+    engine: EngineConfig, device: Device, *, free: int, cache: int, swap: int, tables: int
+) -> str | None:
+    """Return why these bytes do not fit, and what to change; None if they fit."""
+    if device.kind == "cpu":
+        return memory_problem(
+            engine.cache, free=free, cache=cache, swap=swap, tables=tables, kind="cpu"
+        )
+    problem = None
+    if not _is_measured(engine, device):
+        problem = memory_problem(engine.cache, free=free, cache=cache, kind="cuda")
+    if problem is None and engine.cache.swap_space:
+        on_host = find_device("cpu").free // engine.parallel.num_local_devices
+        problem = memory_problem(engine.cache, free=on_host, swap=swap, kind="cpu")
+    return problem

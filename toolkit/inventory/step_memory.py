@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.config import EngineConfig
 from toolkit.hardware.figures import SAMPLING_BYTES
 from toolkit.worker.graph_policy import GraphPolicy, new_drafter_graphs
+from toolkit.worker.startup.cache_problem import table_bytes
 
 CPU_RUNTIME = 400 * 2**20
 """Memory of a CPU server's processes without weights and cache: 223 MiB idle (2026-11-21)."""
@@ -44,7 +45,8 @@ class StepMemory:
     def total(self) -> int:
         """Bytes of the largest step, of what is kept between steps, and of the process."""
         process = CUDA_RUNTIME if self.on_gpu else CPU_RUNTIME
-        largest = self._activations(self._num_tokens) + self._logits
+        most = self.engine.scheduler.max_num_seqs * self.max_model_len
+        largest = self._activations(min(self._num_tokens, most)) + self._logits
         return largest + self.rows + self.hidden_states + self._graphs + process
 
     @property
@@ -53,8 +55,8 @@ class StepMemory:
         if not self.num_layers:
             return 0
         num_rows = self.engine.scheduler.max_num_seqs + self.on_gpu  # one for padding
-        num_blocks = -(-self.max_model_len // self.engine.cache.block_size)
-        return 4 * num_rows * (self._num_token_tables * (self.max_model_len + 1) + num_blocks)
+        block_size = self.engine.cache.block_size
+        return table_bytes(num_rows, self.max_model_len, block_size, self._num_token_tables)
 
     @property
     def bytes_per_position(self) -> float:

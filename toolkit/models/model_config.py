@@ -3,13 +3,16 @@
 Reading it without Transformers saves seconds at every start."""
 
 import json
+from collections import Counter
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu
-from toolkit.models.describe import Rope
+from toolkit.models.describe import Decoder, Encoder, External, Rope
+from toolkit.weights.formats import Packings
+from toolkit.weights.layout import on_device
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -54,6 +57,32 @@ def resolve_dtype(wanted: str, config: ArchitectureConfig, *, on_gpu: bool) -> s
         keeps = config.dtype == "float16" and not config.overflows_float16
         return "float16" if keeps else "bfloat16"
     return "bfloat16" if config.dtype == "bfloat16" and cpu.available() else "float32"
+
+
+def name_weights(
+    described: Decoder | Encoder | External,
+    packings: Packings | None,
+    dtype: str,
+    quantization: str | None,
+    *,
+    on_gpu: bool,
+) -> str:
+    """Return the type of most weights of products in memory, such as `int4 (GPTQ)`."""
+    if quantization is not None or packings is None or not isinstance(described, Decoder):
+        return quantization or dtype
+    sizes: Counter[str] = Counter()
+    for one in described.parameters():
+        if one.kind in ("linear", "expert"):
+            packing, is_expert = (
+                packings.find(one.name.removesuffix(".weight")),
+                one.kind == "expert",
+            )
+            layout = packing and on_device(packing.layout, on_gpu=on_gpu, is_expert=is_expert)
+            sizes[layout.type if layout else ""] += one.size
+    [(found, _)] = sizes.most_common(1)
+    if not found:
+        return dtype
+    return found if found == packings.method else f"{found} ({packings.title})"
 
 
 class DecoderConfig(ArchitectureConfig, kw_only=True):

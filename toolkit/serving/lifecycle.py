@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import ipaddress
 import logging
 import math
 import os
-import re
 import signal
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from toolkit import plugins
-from toolkit.api.http.listener import listen, raise_file_limit, tls
-from toolkit.api.http.plugins import FrontEndPlugins
+from toolkit.api.http.listener import listen, raise_file_limit
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.errors import ConfigError
 from toolkit.logs import LogStyle
+from toolkit.serving.checks import check_server_settings
 from toolkit.serving.front import FrontEnd, SingleProcess
 from toolkit.serving.ready_card import print_ready_card
 from toolkit.serving.stats_log import log_stats, set_info_metrics
 from toolkit.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
-
-DEMO_NAME = "tk-demo"
 
 
 async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -> int:
@@ -40,15 +33,9 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
     Ctrl-C during start-up. Raises ToolkitError for problems that the user can fix, and
     EngineDeadError when the engine dies."""
     LogStyle.of(config.log_level, config.log_format).apply()
-    config = _load_key_file(config)
-    # Report errors in files and plug-ins before the model is loaded.
-    tls(config)
-    plugins.named(plugins.Group.LOGITS_PROCESSORS, engine.plugins.logits_processors)
-    FrontEndPlugins.load(config, strict=engine.plugins.strict_plugins)
+    config, names = check_server_settings(engine, config)
     with listen(config) as listener:
         raise_file_limit()
-        names = tuple(dict.fromkeys(config.served_model_name or [default_name(engine.model.model)]))
-        _require_own_names(engine, names)
         warn_of_open_adapters(engine, config, listener)
         front = _make_front_end(engine, config, names)
         signals = _Signals()
@@ -69,37 +56,6 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
             return 0
         finally:
             await front.close()
-
-
-def default_name(model: str | None) -> str:
-    """Return the model's name in the API: that on the hub, or the last part of its path."""
-    if model is None:
-        return DEMO_NAME
-    folder = Path(model).expanduser()
-    if folder.is_file():
-        return folder.stem  # a GGUF file
-    if not folder.is_dir():
-        return model
-    path = os.path.abspath(folder)
-    cached = re.search(r"/models--([^/]+)/snapshots/[^/]+$", path)
-    return cached[1].replace("--", "/") if cached else os.path.basename(path) or model
-
-
-def _require_own_names(engine: EngineConfig, names: tuple[str, ...]) -> None:
-    """Raise ConfigError if an adapter has a name of the model, or is said to be for another."""
-    others = engine.lora.base_names - {*names, engine.model.model}
-    if others:
-        raise ConfigError(
-            f"--lora-modules: base_model_name is {min(others)!r}, and the model is {names[0]!r}.",
-            param="lora_modules",
-        )
-    shared = next((name for name in engine.lora.adapters if name in names), None)
-    if shared is not None:
-        raise ConfigError(
-            f"--lora-modules: the model is called {shared!r}, too. Choose another name, or see "
-            f"--served-model-name.",
-            param="lora_modules",
-        )
 
 
 def warn_of_open_adapters(
@@ -156,23 +112,6 @@ async def _log_countdown(front: FrontEnd, timeout: float) -> None:
             left,
         )
         await asyncio.sleep(interval)
-
-
-def _load_key_file(config: ServerConfig) -> ServerConfig:
-    """Add the keys of --api-key-file to the others. Raises ConfigError for a file without keys."""
-    if config.api_key_file is None:
-        return config
-    try:
-        text = Path(config.api_key_file).read_text("utf-8-sig")
-        lines = [line.strip() for line in text.splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--api-key-file {config.api_key_file} cannot be read: {error}.", param="api_key_file"
-        ) from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"--api-key-file {config.api_key_file} has no key.", param="api_key_file")
-    return dataclasses.replace(config, api_key=(*config.api_key, *keys))
 
 
 def _notify_systemd(state: str) -> None:

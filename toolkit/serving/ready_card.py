@@ -25,7 +25,9 @@ def print_ready_card(
     info = served.info
     url = _url(listener, config)
     table = Table.grid(padding=(0, 2))
-    table.add_row("model", f"{name} ({count(info.model_parameters)} parameters, {info.dtype})")
+    table.add_row(
+        "model", f"{name} ({count(info.model_parameters)} parameters, {info.weight_type})"
+    )
     table.add_row("device", f"{info.device}, attention: {info.attention_backend}")
     if len(served.infos) > 1:
         table.add_row(

@@ -30,6 +30,13 @@ class Layout:
     offset_type: str = ""  # empty: no offsets
     has_order: bool = False  # columns are in another order than those of its input
 
+    @property
+    def type(self) -> str:
+        """Short name of the stored type; empty for that of the model."""
+        if self.kind is Kind.INTEGERS:
+            return f"int{self.bits}"
+        return "" if self.kind is Kind.DENSE else str(self.kind)
+
     def stored_group(self, columns: int) -> int | None:
         """Return a GPU's columns of integers with one scale. None: as in the layout."""
         found = group_and_step(self.bits, columns, self.group or columns)

@@ -15,7 +15,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     """Facts found at start-up. Sizes in bytes, lengths in tokens."""
 
     device: str
-    dtype: str
+    dtype: str  # of activations
+    weight_type: str  # of most weights
     attention_backend: str
     vocab_size: int
     max_model_len: int

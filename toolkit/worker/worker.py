@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from toolkit import units
 from toolkit.config import EngineConfig
 from toolkit.distributed import SINGLE, SINGLE_STAGE, connect, split_stages
 from toolkit.distributed.symmetric import choose_algorithms, open_peer_memory
@@ -24,7 +23,6 @@ from toolkit.models.model import CausalLM, Encoder
 from toolkit.models.registry import has_head
 from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
-from toolkit.sampling.processor_rows import load_processors
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.adapter_reading import AdapterReader
 from toolkit.worker.cuda_runner import CudaRunner
@@ -33,6 +31,7 @@ from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
 from toolkit.worker.operations import Operation
 from toolkit.worker.startup import cache_sizing
+from toolkit.worker.startup.cache_problem import describe_memory
 from toolkit.worker.startup.cache_sizing import CacheSize
 from toolkit.worker.startup.checks import find_loaders
 from toolkit.worker.startup.description import describe_drafter, describe_worker
@@ -128,11 +127,10 @@ class Worker:
             self._count_late_compilations(setup)
             return self.info
         assert isinstance(model, CausalLM)
-        processors = load_processors(self.config.plugins, device, model.vocab_size)
         with phases("KV cache"):
-            factory = RunnerFactory(setup, model, processors, loaded.adapters, drafter)
+            factory = RunnerFactory(setup, model, loaders.processors, loaded.adapters, drafter)
             self._make_runner(setup, loaded, factory, wait_for_weights)
-        self.info.logits_processors = list(processors)
+        self.info.logits_processors = list(loaders.processors)
         if loaded.adapters is not None:
             self.runner.adapters = loaded.adapters
             self.info.max_lora_rank = loaded.adapters.max_rank
@@ -194,6 +192,7 @@ class Worker:
     ) -> None:
         """Make the runner, with a cache of as many blocks as there is room for."""
         backend, block_bytes = factory.backend.name, factory.block_bytes
+        room: int | None
         if cache_sizing.is_measured(setup):
             with setup.explain_lack_for_steps():
                 # The content of the only cache block does not matter.
@@ -205,14 +204,16 @@ class Worker:
                 empty_cache()
         else:
             wait_for_weights()
-            room = cache_sizing.host_room(setup, loaded.weight_bytes, factory.spare_bytes)
-        size = cache_sizing.choose_size(setup, room, block_bytes)
-        of_blocks = units.size(size.num_blocks * block_bytes)
-        swap = units.size(size.num_host_blocks * block_bytes)
-        advice = "lower --kv-cache-memory, --gpu-memory-utilization or --swap-space"
-        with memory.explain_out_of_memory(
-            f"a KV cache of {of_blocks} and {swap} of swap space", setup.device, advice
-        ):
+            room = None
+        free = cache_sizing.free_on_host(setup, loaded.weight_bytes)
+        size = cache_sizing.choose_size(setup, free, block_bytes, factory.spare_bytes, room)
+        what, advice = describe_memory(
+            self.config.cache,
+            cache=size.num_blocks * block_bytes,
+            swap=size.num_host_blocks * block_bytes,
+            on_gpu=setup.device.type == "cuda",
+        )
+        with memory.explain_out_of_memory(what, setup.device, advice):
             self.runner = factory.make(size)
         with setup.explain_lack_for_steps():
             waits = drop_graphs_that_wait(self.runner)

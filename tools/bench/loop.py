@@ -56,6 +56,7 @@ class RandomTokens(Executor):
         self.info = WorkerInfo(
             device="none",
             dtype="none",
+            weight_type="none",
             attention_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,

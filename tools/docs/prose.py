@@ -93,7 +93,7 @@ PROSE = {
         ),
         exit_codes=(
             ("0", "The server drained after SIGTERM or Ctrl-C. With --dry-run: the model fits."),
-            ("1", "Internal error. With --dry-run: the model does not fit."),
+            ("1", "The model does not fit into memory, or internal error."),
             ("130", "Ctrl-C during startup."),
         ),
         see_also=("tk-metrics(7)", "tk-doctor(1)", "tk-config-show(1)"),
@@ -329,7 +329,12 @@ PROSE = {
             ("With 8-bit weights, as JSON:", "tk verify gpt2 --quantization int8 --json"),
         ),
         environment=(*HUB, *COLOR),
-        exit_codes=(("1", "A comparison differs by more than rounding, or an internal error."),),
+        exit_codes=(
+            (
+                "1",
+                "A comparison differs, the model does not fit into memory, or internal error.",
+            ),
+        ),
         see_also=("tk-doctor(1)", "tk-serve(1)"),
     ),
     "tk-collect-env": Prose(

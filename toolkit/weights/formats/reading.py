@@ -14,6 +14,8 @@ from toolkit.weights.formats.packing import Header, Packing
 Find = Callable[[str], Packing | None]
 """Returns the packing of a projection by its name in the model. None: not quantized."""
 
+_TITLES = {"gptq": "GPTQ", "awq": "AWQ", "auto-round": "AutoRound"}
+
 
 @dataclass(frozen=True)
 class Packings:
@@ -22,6 +24,11 @@ class Packings:
     method: str  # for messages
     find_by_name: Find
     header: Header
+
+    @property
+    def title(self) -> str:
+        """The method as its authors write it."""
+        return _TITLES.get(self.method, self.method)
 
     def find(self, name: str) -> Packing | None:
         """Return the packing of a projection. The checkpoint's tensors have the last word.

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from toolkit.errors import OutOfMemoryError
 from toolkit.hardware import memory
 from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
 from toolkit.worker.startup import memory_budget
+from toolkit.worker.startup.cache_problem import count_blocks, memory_problem, table_bytes
 from toolkit.worker.startup.setup import Setup
 from toolkit.worker.startup.warm_up import WarmUp, drop_graphs_that_wait
 
@@ -51,26 +53,31 @@ def measure_room(
     return int(total * setup.config.cache.gpu_memory_utilization) - peak
 
 
-def host_room(setup: Setup, weight_bytes: int, spare_bytes: int) -> int:
-    """Return the bytes that a cache may take where nothing is measured.
-
-    `spare_bytes`: of a drafter's cache in addition to its blocks."""
+def free_on_host(setup: Setup, weight_bytes: int) -> int:
+    """Return this rank's share of the host's free memory, once the weights are loaded."""
     taken = setup.place.world.total(weight_bytes) if setup.device.type == "cpu" else 0
     sharing = setup.place.num_local_ranks or setup.config.parallel.world_size
-    return int(memory.available(setup.device, taken) * CPU_CACHE_SHARE / sharing) - spare_bytes
+    return setup.place.world.minimum(memory.available(torch.device("cpu"), taken) // sharing)
 
 
-def choose_size(setup: Setup, room: int, block_bytes: int) -> CacheSize:
-    """Return the size of a cache for `room` free bytes. Raises OutOfMemoryError."""
+def choose_size(
+    setup: Setup, free: int, block_bytes: int, spare_bytes: int, room: int | None = None
+) -> CacheSize:
+    """Return the size of a cache. Raises OutOfMemoryError.
+
+    `free`: bytes of the host's memory, for swap space and, on a CPU, for all. `spare_bytes`: of a
+    drafter's cache in addition to its blocks. `room`: bytes for the cache, if measured."""
     cache, max_model_len = setup.config.cache, setup.max_model_len
+    on_gpu = setup.device.type == "cuda"
+    room = int(free * CPU_CACHE_SHARE) - spare_bytes if room is None else room
     num_blocks, num_host_blocks = (
         setup.place.world.minimum(number)
-        for number in memory_budget.cache_blocks(
+        for number in count_blocks(
             cache,
-            room=max(0, room),
+            room=room,
             block_bytes=block_bytes,
             most_useful=setup.max_num_seqs * -(-max_model_len // cache.block_size),
-            device=setup.device,
+            on_gpu=on_gpu,
         )
     )
     overridden = (
@@ -85,4 +92,14 @@ def choose_size(setup: Setup, room: int, block_bytes: int) -> CacheSize:
     memory_budget.require_one_request_fits(
         cache, num_blocks, max_model_len, block_bytes, setup.device
     )
+    problem = memory_problem(
+        cache,
+        free=free,
+        cache=0 if on_gpu else num_blocks * block_bytes + spare_bytes,
+        swap=num_host_blocks * block_bytes,
+        tables=0 if on_gpu else table_bytes(setup.max_num_seqs, max_model_len, cache.block_size),
+        kind="cpu",
+    )
+    if problem is not None:
+        raise OutOfMemoryError(problem)
     return CacheSize(num_blocks, num_host_blocks, max_model_len)

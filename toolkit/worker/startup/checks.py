@@ -8,6 +8,7 @@ from toolkit.distributed import SINGLE, SINGLE_STAGE, Group
 from toolkit.kernels.table import kernels_for
 from toolkit.models.model import CausalLM, Encoder
 from toolkit.pooling.heads import check_encoder
+from toolkit.sampling.processor_rows import Loaded, load_processors
 from toolkit.worker.adapter_reading import AdapterReader
 from toolkit.worker.startup import drafters
 from toolkit.worker.startup.devices import choose_device
@@ -18,11 +19,12 @@ from toolkit.worker.startup.setup import Place, Setup, read_setup
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """Loaders of a model and its drafter, whose settings have been checked."""
+    """Loaders of a model and its drafter, whose settings have been checked. Logits processors."""
 
     model: ModelLoader
     speculation: Speculation | None
     drafter: drafters.Loader | None  # None: the drafter, if there is one, has no model
+    processors: Loaded
 
 
 def find_loaders(setup: Setup) -> Loaders:
@@ -30,11 +32,14 @@ def find_loaders(setup: Setup) -> Loaders:
     speculation = drafters.check(setup)
     drafter = drafters.find_loader(setup, speculation)
     model = ModelLoader(setup)
+    processors: Loaded = {}
     if isinstance(model.sketch, CausalLM):
         choose_attention(setup, model.sketch)
+        vocab_size = model.sketch.vocab_size
+        processors = load_processors(setup.config.plugins, setup.device, vocab_size)
     elif isinstance(model.sketch, Encoder):
         check_encoder(model.sketch, setup.config)
-    return Loaders(model, speculation, drafter)
+    return Loaders(model, speculation, drafter, processors)
 
 
 def check_start(config: EngineConfig, folder: Path) -> None:

@@ -25,6 +25,7 @@ def describe_worker(
     return WorkerInfo(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         dtype=str(setup.dtype).removeprefix("torch."),
+        weight_type=loaded.weight_type,
         attention_backend=backend,
         vocab_size=loaded.model.vocab_size,
         max_model_len=size.max_model_len,

@@ -1,4 +1,4 @@
-"""Checks that weights and one request fit into memory, and the size of the KV cache."""
+"""Checks that weights and one request fit into memory."""
 
 import os
 
@@ -25,27 +25,6 @@ def require_weights_fit(
             f"{str(dtype).removeprefix('torch.')}, and {units.size(free)} of {device.type} memory "
             f"are free{share}.{half}{other_programs(device)}"
         )
-
-
-def cache_blocks(
-    config: CacheConfig, *, room: int, block_bytes: int, most_useful: int, device: torch.device
-) -> tuple[int, int]:
-    """Return (blocks on the device, blocks on the host).
-
-    `room`: free bytes for the cache. `most_useful`: blocks of max_num_seqs full-length requests; on
-    a CPU, more would waste memory."""
-    swap = (
-        config.swap_space
-        if config.swap_space is not None
-        else (4.0 if device.type == "cuda" else 0.0)
-    )
-    host = int(swap * units.GIB) // block_bytes
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override, host
-    if config.kv_cache_memory is not None:
-        return int(config.kv_cache_memory * units.GIB) // block_bytes, host
-    blocks = room // block_bytes
-    return (blocks if device.type == "cuda" else min(blocks, most_useful)), host
 
 
 def require_one_request_fits(

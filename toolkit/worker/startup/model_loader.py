@@ -17,7 +17,8 @@ from toolkit.models.build import build_model
 from toolkit.models.cache_scale import scale_cache
 from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Model
-from toolkit.models.model_config import ArchitectureConfig
+from toolkit.models.model_config import ArchitectureConfig, name_weights
+from toolkit.models.registry import describe
 from toolkit.weights.loader import find_weights
 from toolkit.worker.adapter_reading import max_lora_rank
 from toolkit.worker.startup.loading import Fill, Loading
@@ -36,6 +37,7 @@ class LoadedModel:
     loading: Loading | None  # set while the weights may still be loading
     num_parameters: int
     model_parameters: int  # of the unsharded model
+    weight_type: str  # of most weights
     weight_bytes: int  # of the model, its adapters and, once that is loaded, the drafter's
 
 
@@ -67,7 +69,16 @@ class ModelLoader:
         everything = (
             sketch if place.stage is SINGLE_STAGE else self._sketch(SINGLE_STAGE, place.group)
         )
-        loaded = LoadedModel(model, None, None, num_parameters, model_parameters, sketch.nbytes)
+        weight_type = name_weights(
+            describe(setup.model_config),
+            packings,
+            str(setup.dtype).removeprefix("torch."),
+            setup.config.model.quantization,
+            on_gpu=setup.device.type == "cuda",
+        )
+        loaded = LoadedModel(
+            model, None, None, num_parameters, model_parameters, weight_type, sketch.nbytes
+        )
         if setup.config.lora.is_enabled:
             self._add_adapters(loaded, everything)
         given = setup.config.model
