@@ -23,6 +23,7 @@ from toolkit.lora.weight import Part
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
+from toolkit.weights.weight import ALL
 from toolkit.worker.cuda_runner import CudaRunner
 from tools.bench.models import CONFIGS, make_model
 
@@ -180,13 +181,9 @@ def place_random(llm: LLM, rank: int) -> None:
         for slot in range(1, active.num_slots + 1):
             active.place(slot, rank)
             for linear, weight in layers:
-                parts, first = [], 0
-                for shard in linear.parts:
-                    low = torch.randn(rank, weight.shape[1]) / weight.shape[1] ** 0.5
-                    up = torch.randn(shard.count, rank) * 0.01
-                    parts.append(Part(slice(first, first + shard.count), Pair(low, up)))
-                    first += shard.count
-                weight.place(slot, parts)
+                rows, columns = weight.shape
+                low = torch.randn(len(linear.parts) * rank, columns) / columns**0.5
+                weight.place(slot, [Part(ALL, Pair(low, torch.randn(rows, rank) * 0.01))])
         torch.cuda.synchronize()
 
 

@@ -4,12 +4,12 @@ A kernel multiplies a tile of the weight by x, in the weight's format, into sums
 is here: row scales, LoRA delta, the scale of rows that are not normed yet, bias, gate, activation,
 residual sum and norm. Absent parts compile to nothing: 0.0 takes the place of what they load.
 
-A kernel calls `tile_rows` and `tile_outputs`, `load_constants`, `fetch_up` and `load_adapters`
-before its `wait`, `load_inputs` after it, and `finish` after its loop. Kernels of one row add their
-delta by `row_delta`. B may be read early: adapters are placed between steps.
+A kernel calls `tile_rows` and `tile_outputs` and `load_constants` before its `wait`, `load_inputs`
+after it, and `finish` after its loop.
 
 With a delta, a kernel waits after its loop: x is ready when `lora.shrink`, which runs at the same
-time, has released it."""
+time, has released it. So nothing may delay the loop. `load_adapters`, and `load_slot` in kernels of
+one row, come after it, since each of their loads waits for the one before."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -23,13 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activation import apply
-from ..pdl import fetch
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 RANKS = tl.constexpr(16)
 """Ranks of a block. Adapters have blocks of so many ranks, the last one padded with zeros."""
 AT_ONCE = tl.constexpr(4)  # blocks in one product
-FETCHED_ADAPTERS = tl.constexpr(8)  # at a time
 
 
 class Norm(NamedTuple):
@@ -145,16 +143,6 @@ def load_constants(
         else 0.0,
         load_parts(row_part_ptr + row, PARTED, row.shape[0]),
     )
-
-
-@triton.jit
-def fetch_up(up_ptr, used_ptr, row, num_rows, RANK: tl.constexpr):
-    """Prefetch the rows of B of the adapters in use: at least their first 64 ranks."""
-    num_used = tl.load(used_ptr)
-    for first in range(0, num_used, FETCHED_ADAPTERS):
-        place = tl.minimum(first + tl.arange(0, FETCHED_ADAPTERS), num_used - 1)
-        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
-        fetch(up_ptr + (slot[None, :] * num_rows + row[:, None]) * RANK)
 
 
 @triton.jit
@@ -274,14 +262,6 @@ def _add_delta(
 
 
 @triton.jit
-def adapter_of_row(block_ptr, place_ptr, used_ptr):
-    """Return (slot, number of blocks) of the only token's adapter. No blocks: it has none."""
-    place = tl.load(place_ptr)
-    slot = tl.load(used_ptr + 2 + tl.maximum(place, 0)).to(tl.int64)
-    return slot, tl.where(place < 0, 0, tl.load(block_ptr + slot))
-
-
-@triton.jit
 def load_parts(pointers, PARTED: tl.constexpr, ROWS: tl.constexpr):
     """Return the parts of rows."""
     if PARTED:
@@ -292,24 +272,28 @@ def load_parts(pointers, PARTED: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def row_delta(
-    low_ptr,
-    up_ptr,
-    slot,
-    blocks,
-    part,
-    row,
-    num_rows,
-    RANK: tl.constexpr,
-):
-    """Return what the adapter adds to rows of the only token.
+def load_slot(block_ptr, used_ptr, place):
+    """Return (slot, number of blocks) of the only token's adapter. No blocks: it has none."""
+    slot = tl.load(used_ptr + 2 + tl.maximum(place, 0)).to(tl.int64)
+    return slot, tl.where(place < 0, 0, tl.load(block_ptr + slot))
 
-    Its factors are loaded here: held in registers from the start, they would cost programs."""
+
+@triton.jit
+def load_row_up(up_ptr, slot, row, num_rows, RANK: tl.constexpr):
+    """Return the first block of a slot's B for rows, in fp32. It is not used if there is none."""
+    ups = up_ptr + ((slot * num_rows + row) * RANK)[:, None] + tl.arange(0, RANKS)[None, :]
+    return tl.load(ups).to(tl.float32)
+
+
+@triton.jit
+def row_delta(low_ptr, up_ptr, up, slot, blocks, part, row, num_rows, RANK: tl.constexpr):
+    """Return what the adapter adds to rows of the only token. up: of `load_row_up`."""
     rank = tl.arange(0, RANKS)[None, :]
     ups = up_ptr + ((slot * num_rows + row) * RANK)[:, None] + rank
     lows = low_ptr + (part * RANK)[:, None] + rank
-    delta = tl.zeros([row.shape[0]], tl.float32)
-    for block in range(blocks):
+    low = tl.load(lows, mask=blocks > 0, other=0.0).to(tl.float32)
+    delta = tl.where(blocks > 0, tl.sum(low * up, 1), 0.0)
+    for block in range(1, blocks):
         up = tl.load(ups + block * RANKS).to(tl.float32)
         low = tl.load(lows + block * RANKS).to(tl.float32)
         delta += tl.sum(low * up, 1)

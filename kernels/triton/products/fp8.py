@@ -18,9 +18,17 @@ from torch import Tensor
 from toolkit.kernels.reference import FP8_BLOCK
 
 from ..activation import apply, check_kind
-from ..pdl import fetch, release, supported, wait
+from ..pdl import release, supported, wait
 from ..sizes import power_of_two
-from .epilogue import Delta, adapter_of_row, load_parts, row_arguments, row_constants, row_delta
+from .epilogue import (
+    Delta,
+    load_parts,
+    load_row_up,
+    load_slot,
+    row_arguments,
+    row_constants,
+    row_delta,
+)
 from .linear import _load_bias
 from .matmul import BLOCK, MAX_TOKENS, fetch_block_scales, load_block_scales, load_once, matmul
 
@@ -311,14 +319,10 @@ def _vector_kernel(
         if GATED:
             fetch_block_scales(scale_ptr, size + row, in_features)
     if RANK:
-        slot, blocks = adapter_of_row(block_ptr, place_ptr, used_ptr)
+        place = tl.load(place_ptr)
         part = load_parts(row_part_ptr + row, PARTED, ROWS)
-        if PDL:
-            fetch(up_ptr + (slot * num_rows + row) * RANK)
         if GATED:
             up_part = load_parts(row_part_ptr + size + row, PARTED, ROWS)
-            if PDL:
-                fetch(up_ptr + (slot * num_rows + size + row) * RANK)
     wait(PDL and not RANK)
     last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
     column = tl.arange(0, COLUMNS)[None, :]
@@ -334,6 +338,11 @@ def _vector_kernel(
             sums = _sums_by_four(up, x, COLUMNS)
             up_acc += _times_blocks(sums, scale_ptr, size + first_row, start, in_features, BLOCKED)
             up = up_after
+    if RANK:
+        slot, blocks = load_slot(block_ptr, used_ptr, place)
+        factor = load_row_up(up_ptr, slot, row, num_rows, RANK)
+        if GATED:
+            up_factor = load_row_up(up_ptr, slot, size + row, num_rows, RANK)
     column += last
     if EVEN:
         x = tl.load(x_ptr + column)
@@ -344,16 +353,7 @@ def _vector_kernel(
     y = tl.sum(acc + sums, 1) * scale + bias
     wait(PDL and RANK)
     if RANK:
-        y += row_delta(
-            low_ptr,
-            up_ptr,
-            slot,
-            blocks,
-            part,
-            row,
-            num_rows,
-            RANK,
-        )
+        y += row_delta(low_ptr, up_ptr, factor, slot, blocks, part, row, num_rows, RANK)
     if KIND != "":
         y = apply(y, KIND)
     if GATED:
@@ -362,14 +362,7 @@ def _vector_kernel(
         up_y = tl.sum(up_acc + sums, 1) * up_scale + up_bias
         if RANK:
             up_y += row_delta(
-                low_ptr,
-                up_ptr,
-                slot,
-                blocks,
-                up_part,
-                size + row,
-                num_rows,
-                RANK,
+                low_ptr, up_ptr, up_factor, slot, blocks, up_part, size + row, num_rows, RANK
             )
         y *= up_y
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))

@@ -27,7 +27,6 @@ from ..pdl import fetch, release, supported, wait
 from .epilogue import (
     Delta,
     dot,
-    fetch_up,
     finish,
     load_adapters,
     load_constants,
@@ -338,8 +337,6 @@ def _rounded_kernel(
         False,
         PARTED,
     )
-    if FETCHED and RANK:
-        fetch_up(up_ptr, used_ptr, row, num_rows, RANK)
     live = token < num_tokens
     column = tl.arange(0, BLOCK)[None, :]
     x_rows = x_ptr + (token.to(tl.int64) * in_features)[:, None] + begin
@@ -358,7 +355,6 @@ def _rounded_kernel(
     adapters = 0.0
     if RANK:
         index = load_places(place_ptr, token, num_tokens)
-        adapters = load_adapters(block_ptr, used_ptr, index, constants[3])
     wait(PDL and not RANK)
     if WEIGHT_FIRST:
         zero = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -393,6 +389,8 @@ def _rounded_kernel(
         scale, x_scale = next_scale, next_x_scale
     if LATE:
         release(PDL)
+    if RANK:
+        adapters = load_adapters(block_ptr, used_ptr, index, constants[3])
     wait(PDL and RANK)
     inputs = load_inputs(
         out_ptr, out_ptr, token, at_out, stored, adapters, num_tokens, False, False

@@ -26,7 +26,6 @@ from .epilogue import (
     Delta,
     Norm,
     dot,
-    fetch_up,
     finish,
     load_adapters,
     load_constants,
@@ -457,8 +456,6 @@ def _grouped_kernel(
         NORMED,
         PARTED,
     )
-    if FETCHED and RANK:
-        fetch_up(up_ptr, used_ptr, row, 2 * size if GATED else size, RANK)
     weight_ptr += (begin // COLUMNS).to(tl.int64) * step_stride
     at_group = (begin // GROUP).to(tl.int64) * group_stride
     if PARTS == 1:
@@ -499,7 +496,6 @@ def _grouped_kernel(
     adapters = 0.0
     if RANK:
         index = load_places(place_ptr, token, num_tokens)
-        adapters = load_adapters(block_ptr, used_ptr, index, constants[3])
     wait(PDL and not RANK)
     if not RANK:
         inputs = load_inputs(
@@ -546,6 +542,8 @@ def _grouped_kernel(
             offset = next_offset
     if LATE:
         release(PDL)
+    if RANK:
+        adapters = load_adapters(block_ptr, used_ptr, index, constants[3])
     wait(PDL and RANK)
     if RANK:
         inputs = load_inputs(

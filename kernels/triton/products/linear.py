@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activation import apply, check_kind
-from ..pdl import fetch, release, supported, wait
+from ..pdl import release, supported, wait
 from . import matmul
 from .epilogue import (
     Delta,
     Norm,
-    adapter_of_row,
     load_parts,
+    load_row_up,
+    load_slot,
     row_arguments,
     row_constants,
     row_delta,
@@ -212,14 +213,10 @@ def _vector_kernel(
     bias = _load_bias(bias_ptr + row, BIASED, ROWS)
     num_rows = 2 * size if GATED else size
     if RANK:
-        slot, blocks = adapter_of_row(block_ptr, place_ptr, used_ptr)
+        place = tl.load(place_ptr)
         part = load_parts(row_part_ptr + row, PARTED, ROWS)
-        if PDL:
-            fetch(up_ptr + (slot * num_rows + row) * RANK)
         if GATED:
             up_part = load_parts(row_part_ptr + size + row, PARTED, ROWS)
-            if PDL:
-                fetch(up_ptr + (slot * num_rows + size + row) * RANK)
     wait(PDL and not RANK)
     last = (tl.cdiv(in_features, COLUMNS) - 1) * COLUMNS
     for start in range(0, last, COLUMNS):
@@ -232,6 +229,11 @@ def _vector_kernel(
             up_after = load_once(up_rows + after, after < in_features, EVEN)
             up_acc += _sums_by_eight(up, x, ROWS, COLUMNS)
             up = up_after
+    if RANK:
+        slot, blocks = load_slot(block_ptr, used_ptr, place)
+        factor = load_row_up(up_ptr, slot, row, num_rows, RANK)
+        if GATED:
+            up_factor = load_row_up(up_ptr, slot, size + row, num_rows, RANK)
     column += last
     if EVEN:
         x = tl.load(x_ptr + column)
@@ -240,30 +242,14 @@ def _vector_kernel(
     y = tl.sum(acc + _sums_by_eight(weight, x, ROWS, COLUMNS), 1) + bias
     wait(PDL and RANK)
     if RANK:
-        y += row_delta(
-            low_ptr,
-            up_ptr,
-            slot,
-            blocks,
-            part,
-            row,
-            num_rows,
-            RANK,
-        )
+        y += row_delta(low_ptr, up_ptr, factor, slot, blocks, part, row, num_rows, RANK)
     if KIND != "":
         y = apply(y, KIND)
     if GATED:
         up_y = tl.sum(up_acc + _sums_by_eight(up, x, ROWS, COLUMNS), 1) + up_bias
         if RANK:
             up_y += row_delta(
-                low_ptr,
-                up_ptr,
-                slot,
-                blocks,
-                up_part,
-                size + row,
-                num_rows,
-                RANK,
+                low_ptr, up_ptr, up_factor, slot, blocks, up_part, size + row, num_rows, RANK
             )
         y *= up_y
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty))

@@ -8,7 +8,8 @@ No grid depends on the adapters in use, so a CUDA graph serves any. The programs
 is to do: each multiplies a block of ranks of one adapter's A, for a tile of its tokens, over a
 share of the columns. The fewer blocks there are, the smaller are the shares. The last program of an
 adapter's tile adds the shares, always in the same order. `shrink` has little shared memory, so that
-the programs of the product fit next to its own."""
+the programs of the product fit next to its own, and prefetches B for them: adapters are placed
+between steps."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -40,6 +41,8 @@ TILE = 16  # of an adapter's tokens
 FACTORS = 4096  # elements of B in a step
 STAGES = 3  # steps of B in flight
 LINE = 64  # elements of 128 bytes
+RUN = tl.constexpr(128)  # lines of B that a program prefetches at once
+MOST_FETCHED = tl.constexpr(2)  # runs
 
 
 class Factors(NamedTuple):
@@ -78,6 +81,7 @@ def shrink(x: Tensor, factors: Factors) -> Delta:
         _shrink_kernel[(PROGRAMS,)](
             x,
             factors.low,
+            factors.up,
             factors.blocks,
             factors.places,
             factors.used,
@@ -89,6 +93,7 @@ def shrink(x: Tensor, factors: Factors) -> Delta:
             in_features,
             low_rows,
             low_rows // rank,
+            factors.up[0].numel() // LINE,
             splits,
             TOKENS=tokens,
             TILE=tile,
@@ -193,10 +198,49 @@ def _tile_tokens(own, tile, TOKENS: tl.constexpr, TILE: tl.constexpr):
     return token + tile // (TOKENS // TILE) * TOKENS, own
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tiles", "num_parts", "most_splits"])
+@triton.jit
+def _locate(
+    item,
+    splits,
+    num_parts,
+    most,
+    num_places,
+    block_ptr,
+    place_ptr,
+    used_ptr,
+    num_tokens,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """Return (share, slot, rows of A, tokens, which of them are there, whether any is) of an item.
+
+    The rows are those of its block of ranks, in its slot."""
+    split, block, part, place, tile = _unit(item, splits, num_parts, most, num_places)
+    index = _load_places(place_ptr, tile, num_tokens, TOKENS, TILE)
+    slot = tl.load(used_ptr + 2 + place).to(tl.int64)
+    token, own = _tile_tokens(index == place, tile, TOKENS, TILE)
+    live = (tl.max(own.to(tl.int32)) > 0) & (block < tl.load(block_ptr + slot))
+    return split, slot, part * RANK + block * RANKS + tl.arange(0, RANKS), token, own, live
+
+
+@triton.jit
+def _fetch_up(up_ptr, used_ptr, num_used, lines, LINE: tl.constexpr):
+    """Prefetch a program's part of B for the product: at most MOST_FETCHED runs of lines."""
+    runs = tl.cdiv(lines, RUN)
+    for i in tl.static_range(MOST_FETCHED):
+        run = tl.program_id(0) + i * tl.num_programs(0)
+        if run < num_used * runs:
+            slot = tl.load(used_ptr + 2 + run // runs).to(tl.int64)
+            line = tl.minimum(run % runs * RUN + tl.arange(0, RUN), lines - 1)
+            fetch(up_ptr + (slot * lines + line) * LINE)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tiles", "num_parts", "up_lines", "most_splits"])
 def _shrink_kernel(
     x_ptr,
     low_ptr,
+    up_ptr,
     block_ptr,
     place_ptr,
     used_ptr,
@@ -208,6 +252,7 @@ def _shrink_kernel(
     in_features,
     low_rows,
     num_parts,
+    up_lines,
     most_splits,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
@@ -238,25 +283,31 @@ def _shrink_kernel(
     share = tl.cdiv(in_features, STEP * splits) * STEP
     splits = tl.cdiv(in_features, share)
     items = tl.where(num_used > 0, tiles * some * num_parts * most * splits, 0)
+    # What does not depend on x is found before it is there.
+    split, slot, rank, token, own, live = _locate(
+        tl.minimum(program, tl.maximum(items - 1, 0)),
+        splits,
+        num_parts,
+        most,
+        some,
+        block_ptr,
+        place_ptr,
+        used_ptr,
+        num_tokens,
+        TOKENS,
+        TILE,
+        RANK,
+    )
     if PDL:
-        split, block, part, place, tile = _unit(
-            tl.minimum(program, tl.maximum(items - 1, 0)), splits, num_parts, most, some
-        )
-        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
-        if (program < items) & (block < tl.load(block_ptr + slot)):
-            rank = part * RANK + block * RANKS + tl.arange(0, RANKS)
+        if live & (program < items):
             line = split * share + tl.arange(0, FETCHED // LINE) * LINE
             line = tl.minimum(line, tl.minimum(split * share + share, in_features) - 1)
             fetch(low_ptr + ((slot * low_rows + rank) * in_features)[:, None] + line[None, :])
+        _fetch_up(up_ptr, used_ptr, num_used, up_lines, LINE)
     wait(PDL)
     release(PDL)
     for item in range(program, items, num_programs):
-        split, block, part, place, tile = _unit(item, splits, num_parts, most, some)
-        index = _load_places(place_ptr, tile, num_tokens, TOKENS, TILE)
-        token, own = _tile_tokens(index == place, tile, TOKENS, TILE)
-        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
-        if (tl.max(own.to(tl.int32)) > 0) & (block < tl.load(block_ptr + slot)):
-            rank = part * RANK + block * RANKS + tl.arange(0, RANKS)
+        if live:
             begin = split * share
             acc = _shrink(
                 x_ptr + token.to(tl.int64) * in_features,
@@ -280,6 +331,21 @@ def _shrink_kernel(
                 splits,
                 num_tokens * low_rows,
                 SPLITS,
+            )
+        if item + num_programs < items:
+            split, slot, rank, token, own, live = _locate(
+                item + num_programs,
+                splits,
+                num_parts,
+                most,
+                some,
+                block_ptr,
+                place_ptr,
+                used_ptr,
+                num_tokens,
+                TOKENS,
+                TILE,
+                RANK,
             )
 
 

@@ -33,7 +33,6 @@ from .epilogue import (
     Delta,
     Norm,
     dot,
-    fetch_up,
     finish,
     load_adapters,
     load_constants,
@@ -403,8 +402,6 @@ def _tile_kernel(
         NORMED,
         PARTED,
     )
-    if FETCHED and RANK:
-        fetch_up(up_ptr, used_ptr, row, 2 * size if GATED else size, RANK)
     x_rows = x_ptr + token * in_features + begin
     scales = scale_ptr + row // BLOCK * tl.cdiv(in_features, BLOCK)  # if BLOCKED
     if PARTS == 1:
@@ -433,7 +430,6 @@ def _tile_kernel(
     adapters = 0.0
     if RANK:
         index = load_places(place_ptr, token, num_tokens)
-        adapters = load_adapters(block_ptr, used_ptr, index, constants[3])
     wait(PDL and not RANK)
     if not RANK:
         inputs = load_inputs(
@@ -456,6 +452,8 @@ def _tile_kernel(
             acc = dot(first, second, acc)
     if LATE:
         release(PDL)
+    if RANK:
+        adapters = load_adapters(block_ptr, used_ptr, index, constants[3])
     wait(PDL and RANK)
     if RANK:
         inputs = load_inputs(
