@@ -40,6 +40,7 @@ class Kernels:
         self.grouped_add_norm = products.grouped_add_norm
         self.factors = lora.Factors
         self.add_delta = products.add_delta
+        self.add_rows = lora.add_rows
         self.rank_block = lora.RANK_BLOCK
         self.empty_groups = grouped_layout.empty
         self.arrange_groups = grouped_layout.arrange

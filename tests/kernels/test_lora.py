@@ -244,3 +244,21 @@ def test_norms_stay_fused_with_adapters(kernels, device):
     unscaled = products.add_norm(x, weights[0], residual, norm, eps, sums, factors=factors[0])
     assert_near(residual, total.double(), dtype)
     assert_near(products.product(unscaled, weights[1], factors=factors[1]), expected, dtype)
+
+
+@pytest.mark.parametrize("begin", [0, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_table_get_what_their_adapters_add(kernels, device, monkeypatch, begin, dtype):
+    """A rank has some of the rows; other tokens get nothing from it."""
+    monkeypatch.setattr(kernels.lora, "ROW_CHUNK", 32)
+    torch.manual_seed(0)
+    size, rows = 50, 30
+    slots = [2, -1, 0, 3, 3, 1]
+    ids = torch.tensor([3, 5, 29, 45, 21, 20], dtype=torch.int32, device=device)
+    factors = make_factors(kernels, slots, rows, size, dtype, device, blocks=2)
+    y = torch.randn(len(slots), size, device=device).to(dtype)
+    index = ids.long() - begin
+    is_own = (index >= 0) & (index < rows)
+    one_hot = F.one_hot(index.clamp(0, rows - 1), rows).to(dtype)
+    expected = y.double() + expected_delta(one_hot, factors) * is_own[:, None]
+    assert_near(kernels.lora.add_rows(y, ids, begin, factors), expected, dtype)

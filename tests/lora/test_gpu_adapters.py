@@ -33,7 +33,13 @@ CONFIG = transformers.LlamaConfig(
     initializer_range=0.05,
 )
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ADAPTERS = {"all": (ALL, 16), "attention": (("q_proj", "v_proj"), 8), "large": (ALL, 40)}
+ENDS = ("embed_tokens", "lm_head", "up_proj")
+ADAPTERS = {
+    "all": (ALL, 16),
+    "attention": (("q_proj", "v_proj"), 8),
+    "large": (ALL, 40),
+    "ends": (ENDS, 8),
+}
 """Adapted projections and rank of each adapter."""
 ALPHA = 32
 NAMES = ["", *ADAPTERS]
@@ -73,11 +79,17 @@ def save_adapter(
     for name, module in model.named_modules():
         if name.endswith(projections):
             rows, columns = module.weight.shape
-            low = torch.randn(rank, columns) / columns**0.5
+            is_table = isinstance(module, torch.nn.Embedding)
+            if is_table:  # its factors are those of a product with one-hot rows
+                rows, columns = columns, rows
+            low = torch.randn(rank, columns) * (0.05 if is_table else columns**-0.5)
             up = torch.randn(rows, rank) * 0.6 / ALPHA * rank**0.5
-            tensors[f"base_model.model.{name}.lora_A.weight"] = low
-            tensors[f"base_model.model.{name}.lora_B.weight"] = up
-            module.weight.data += up @ low * (ALPHA / rank)
+            kinds = "lora_embedding_A", "lora_embedding_B"
+            kinds = kinds if is_table else ("lora_A.weight", "lora_B.weight")
+            for kind, factors in zip(kinds, (low, up), strict=True):
+                tensors[f"base_model.model.{name}.{kind}"] = factors
+            change = up @ low * (ALPHA / rank)
+            module.weight.data += change.T if is_table else change
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from tests.lora.test_adapters import PROMPT, engine, generate, tokens
+from toolkit import LoRARequest
+from toolkit.errors import ToolkitError
 from toolkit.kernels.table import Kernels
 from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
 from toolkit.lora.peft import Pair
@@ -69,35 +72,69 @@ def test_a_slot_holds_the_factors_of_its_adapter_only():
     assert weight._blocks[1] == 0
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_the_gpu_runner_adapts_as_the_cpu_runner(
-    adapter, checkpoint, triton_runs, monkeypatch, drafts: bool
-):
-    """Chunks of prompts and mixed batches: the last layer's end computes fewer rows than tokens.
-
-    A drafter has no adapters, and does not change what they compute."""
+@pytest.fixture
+def use_gpu_runner(triton_runs, monkeypatch):
+    """Return a function that makes engines use the runner and the kernels of a GPU."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     from toolkit.kernels.triton.products import lora
 
     for name in ("PROGRAMS", "MORE_PROGRAMS"):  # the interpreter takes a millisecond for each
         monkeypatch.setattr(lora, name, 2)
+    return lambda: monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda _: Kernels())
+
+
+def answers(checkpoint, folders: dict[str, Path], base: str, names: list[str], **more):
+    """Return (class of the runner, answers, log-probabilities of a prompt's tokens)."""
+    settings = {"max_num_batched_tokens": 7, "max_lora_rank": 20, "attention_backend": "torch"}
+    llm = engine(checkpoint(base), folders, **settings | more)
+    runner = type(llm._core.executor._worker.runner).__name__
+    prompts = [PROMPT[:9], PROMPT[:4], PROMPT[:3]]
+    found = tokens(generate(llm, prompts, names, max_tokens=3))
+    found += tokens(generate(llm, prompts[:1], [""], max_tokens=2))
+    (scored,) = generate(llm, prompts[:1], names[:1], max_tokens=1, prompt_logprobs=0)
+    llm.shutdown()
+    chances = [next(iter(one.values())).logprob for one in scored.prompt_logprobs[1:]]
+    return runner, found, torch.tensor(chances)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_gpu_runner_adapts_as_the_cpu_runner(adapter, checkpoint, use_gpu_runner, drafts: bool):
+    """Chunks of prompts and mixed batches: the last layer's end computes fewer rows than tokens.
+
+    A drafter has no adapters, and does not change what they compute."""
     first, second = adapter("attention"), adapter("all")
     folders = {"first": first.folder, "second": second.folder}
-    prompts = [PROMPT[:9], PROMPT[:4], PROMPT[:3]]
-
-    def answers(**more) -> tuple[str, list[list[int]]]:
-        settings = {"max_num_batched_tokens": 7, "max_lora_rank": 20, "attention_backend": "torch"}
-        llm = engine(checkpoint(first.base), folders, **settings | more)
-        runner = type(llm._core.executor._worker.runner).__name__
-        found = tokens(generate(llm, prompts, ["first", "", "second"], max_tokens=3))
-        found += tokens(generate(llm, prompts[:1], [""], max_tokens=2))
-        llm.shutdown()
-        return runner, found
-
-    expected = answers()
-    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
+    case = checkpoint, folders, first.base, ["first", "", "second"]
+    expected = answers(*case)
+    use_gpu_runner()
     config = {"method": "draft_model", "model": str(checkpoint(first.base))}
-    actual = answers(**{"speculative_config": config, "max_num_seqs": 3} if drafts else {})
+    actual = answers(*case, **{"speculative_config": config, "max_num_seqs": 3} if drafts else {})
     assert (expected[0], actual[0]) == ("ModelRunner", "CudaRunner")
     assert actual[1] == expected[1]
+    torch.testing.assert_close(actual[2], expected[2], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("ends", False), ("ends", True), ("tied", False)])
+def test_embeddings_and_head_adapt_as_on_a_cpu(
+    adapter, checkpoint, use_gpu_runner, name: str, drafts: bool
+):
+    """Answers of the adapter, of none, and log-probabilities of a prompt; guesses are verified."""
+    one = adapter(name)
+    case = checkpoint, {"one": one.folder}, one.base, ["one", "", "one"]
+    expected = answers(*case)
+    use_gpu_runner()
+    config = {"method": "ngram", "num_speculative_tokens": 2}
+    actual = answers(*case, **{"speculative_config": config, "max_num_seqs": 3} if drafts else {})
+    assert actual[0] == "CudaRunner"
+    assert actual[1] == expected[1]
+    torch.testing.assert_close(actual[2], expected[2], rtol=0, atol=1e-4)
+
+
+def test_memory_for_embeddings_is_taken_at_the_start_only(adapter, checkpoint, use_gpu_runner):
+    use_gpu_runner()
+    linear, ends = adapter("attention"), adapter("ends")
+    llm = engine(checkpoint(linear.base), {"linear": linear.folder}, attention_backend="torch")
+    with pytest.raises(ToolkitError, match=r"lm_head, .* Name an adapter that changes it"):
+        llm.generate([PROMPT], lora_request=LoRARequest("ends", 2, str(ends.folder)))
+    llm.shutdown()

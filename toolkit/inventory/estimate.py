@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from toolkit import hub
 from toolkit.config import CacheConfig, EngineConfig
 from toolkit.config.engine import LoRAConfig, ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
@@ -360,10 +361,11 @@ def _tensor_bytes(
     tables = ("head", "embedding") if is_tied else ("head",)
     is_grouped = device.kind == "cuda" and dtype != "float32"
     # Of adapters on a GPU, for each row and column. Ranks that share the model have less.
-    slot_bytes = 0
+    slot_bytes, adapted = 0, ["linear"]
     if engine.lora.is_enabled and device.kind == "cuda":
-        rank = -(-(engine.lora.max_lora_rank or LEAST_MAX_RANK) // RANK_BLOCK) * RANK_BLOCK
-        slot_bytes = engine.lora.max_loras * rank * TYPE_BYTES[dtype]
+        rank, ends = _slot_size(engine)
+        slot_bytes = engine.lora.max_loras * -(-rank // RANK_BLOCK) * RANK_BLOCK * TYPE_BYTES[dtype]
+        adapted += ["head", "embedding"] if ends else []
 
     def layout(parameter: Parameter) -> Layout:
         name, columns = parameter.name.removesuffix(".weight"), parameter.columns
@@ -386,10 +388,25 @@ def _tensor_bytes(
             return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
         rows, columns = parameter.size // parameter.columns, parameter.columns
         stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)
-        slots = slot_bytes * (rows + columns) if parameter.kind == "linear" else 0
+        slots = slot_bytes * (rows + columns) if parameter.kind in adapted else 0
+        if is_tied and parameter.kind == "embedding":
+            slots *= 2  # those of the output head, too
         return -(-stored // num_ranks) + slots
 
     return nbytes
+
+
+def _slot_size(engine: EngineConfig) -> tuple[int, bool]:
+    """Return the highest rank of adapters, and whether one changes embeddings or the output head.
+
+    Those that are not on this machine are left out."""
+    found = {name: hub.local_adapter(path) for name, path in engine.lora.adapters.items()}
+    folders = {name: folder for name, folder in found.items() if folder is not None}
+    if not folders:
+        return engine.lora.max_lora_rank or LEAST_MAX_RANK, False
+    from toolkit.lora.peft import slot_size
+
+    return slot_size(folders, engine.lora.max_lora_rank)
 
 
 def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:

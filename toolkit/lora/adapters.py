@@ -13,7 +13,7 @@ from toolkit.distributed import Shard, full_shard
 from toolkit.errors import CheckpointError
 from toolkit.kernels.table import Kernels
 from toolkit.layers import Experts, Linear, OutputHead, Router, VocabularyEmbedding
-from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
+from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedTable, GPUAdaptedWeight
 from toolkit.lora.peft import Pair, read_adapter, read_config
 from toolkit.lora.weight import Active, Adapted, AdaptedTable, AdaptedWeight, Part
 from toolkit.sequence import Adapter
@@ -40,11 +40,14 @@ class Adapters:
         num_slots: int,
         dtype: torch.dtype = torch.float32,
         kernels: Kernels | None = None,
+        *,
+        ends: bool = True,
     ) -> None:
         """Prepare all projections. Called before the weights are finished.
 
         complete: the model with all pipeline stages, without weights. num_slots: adapters that may
-        be placed at once. dtype: of the model. kernels: of its GPU."""
+        be placed at once. dtype: of the model. kernels: of its GPU. ends: prepare the embeddings
+        and the output head, too."""
         self.active = Active() if kernels is None else GPUActive(num_slots, kernels.rank_block)
         self.head_active = Active()  # for the rows that the output head computes
         self.max_rank = max_rank
@@ -64,21 +67,21 @@ class Adapters:
         self._read: dict[str, HostAdapter] = {}  # by key
         self._places: dict[str, list[_Place]] = {}  # of a projection, by its name
         for linear in _linears(model):
-            linear.weight = self._adapted(linear, max_rank, dtype, kernels)
+            linear.weight = self._adapted(linear, kernels)
             self._add(linear, linear.weight)
-        if kernels is None:
-            self._adapt_ends(model)
+        if ends:
+            self._adapt_ends(model, kernels)
 
-    def _adapt_ends(self, model: nn.Module) -> None:
+    def _adapt_ends(self, model: nn.Module, kernels: Kernels | None) -> None:
         """Prepare the embeddings and the output head."""
-        assert isinstance(self.active, Active)
         self._names |= self._ends
         for head in _heads(model):
-            head.weight = AdaptedWeight(head.weight, self.head_active)
+            head.weight = self._adapted(head, kernels)
             self._add(head, head.weight)
         for table in _tables(model):
             hidden = full_shard(table.weight.shape[1])
-            table.weight = weight = AdaptedTable(table.weight, self.active)
+            weight = self._adapted_table(table, hidden.count, kernels)
+            table.weight = weight
             self._weights.append(weight)
             self._places[table.name] = [_Place(weight, Source(table.name), hidden, table.shard, 0)]
 
@@ -90,15 +93,34 @@ class Adapters:
             self._places.setdefault(source.name, []).append(place)
             first += rows.count
 
-    def _adapted(
-        self, linear: Linear, max_rank: int, dtype: torch.dtype, kernels: Kernels | None
+    def _adapted(self, linear: Linear, kernels: Kernels | None) -> Adapted:
+        is_head = isinstance(linear, OutputHead)
+        if kernels is None:
+            assert isinstance(self.active, Active)
+            return AdaptedWeight(linear.weight, self.head_active if is_head else self.active)
+        assert isinstance(self.active, GPUActive)
+        # The head's weight ends with padding.
+        counts = [linear.weight.shape[0]] if is_head else [part.count for part in linear.parts]
+        return GPUAdaptedWeight(
+            linear.weight, self.active, counts, self.max_rank, self._dtype, kernels
+        )
+
+    def _adapted_table(
+        self, table: VocabularyEmbedding, hidden: int, kernels: Kernels | None
     ) -> Adapted:
         if kernels is None:
             assert isinstance(self.active, Active)
-            return AdaptedWeight(linear.weight, self.active)
+            return AdaptedTable(table.weight, self.active)
         assert isinstance(self.active, GPUActive)
-        counts = [part.count for part in linear.parts]
-        return GPUAdaptedWeight(linear.weight, self.active, counts, max_rank, dtype, kernels)
+        return GPUAdaptedTable(
+            table.weight,
+            self.active,
+            [hidden],
+            self.max_rank,
+            self._dtype,
+            kernels,
+            columns=table.shard.count,
+        )
 
     def read(self, adapter: Adapter) -> None:
         """Read this rank's parts of an adapter, for `place`. From any thread.
@@ -115,12 +137,13 @@ class Adapters:
                     f"are not supported."
                 )
             if known is None:
-                on_cpus = self._find(module, self._ends) is not None
+                is_end = self._find(module, self._ends) is not None
                 raise CheckpointError(
                     f"adapter {name!r} ({folder}): it changes {module}, "
                     + (
-                        "and adapters of embeddings and of the output head run on CPUs only."
-                        if on_cpus
+                        "for which no memory was taken at the start. Name an adapter that changes "
+                        "it in --lora-modules."
+                        if is_end
                         else "which is no linear layer of this model. It may be for another base "
                         "model."
                     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.table import Kernels
 from toolkit.lora.peft import Pair
@@ -60,10 +61,20 @@ class GPUActive:
             used[2 : 2 + len(found)] = found
             used[2 : 2 + len(found)] -= 1  # kernels count slots from 0
 
+    def of_rows(self, slot: int, num_rows: int, device: torch.device) -> StepAdapters | None:
+        """Return the adapter of rows of one request. None: it has none."""
+        if slot == BASE:
+            return None
+        used = torch.tensor([1, self._blocks[slot], slot - 1], dtype=torch.int32, device=device)
+        places = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        return StepAdapters(used, places, places)
+
     @contextmanager
-    def during(self, step: StepAdapters | None) -> Iterator[None]:
-        """Launch a step inside, with these adapters or without any."""
-        self._step, self._keeps_all = step, True
+    def during(self, step: StepAdapters | None, *, keeps_all: bool = True) -> Iterator[None]:
+        """Launch a step inside, with these adapters or without any.
+
+        keeps_all: it computes all tokens, not only those that it wants."""
+        self._step, self._keeps_all = step, keeps_all
         try:
             yield
         finally:
@@ -93,11 +104,14 @@ class GPUAdaptedWeight(Adapted):
         max_rank: int,
         dtype: torch.dtype,
         kernels: Kernels,
+        columns: int | None = None,
     ) -> None:
-        """parts: rows of each projection, whose adapters have ranks of their own."""
+        """parts: rows of each projection, whose adapters have ranks of their own; columns: those of
+        A, if they are not the weight's."""
         super().__init__(base)
         self._active, self._kernels = active, kernels
-        rows, columns = base.shape
+        rows, columns = sum(parts), columns or base.shape[1]
+        self._columns = columns
         block = kernels.rank_block
         self._rank, self._block = -(-max_rank // block) * block, block
         device, num_slots = next(base.parameters()).device, active.num_slots
@@ -121,7 +135,7 @@ class GPUAdaptedWeight(Adapted):
     def pack_parts(self, parts: list[Part]) -> list[Part]:
         """Return one part of all rows, in memory that the GPU reads by itself."""
         rank = max(-(-len(one.pair.low) // self._block) * self._block for one in parts)
-        of_part, (rows, columns) = len(self._places), self.shape
+        of_part, rows, columns = len(self._places), self._up.shape[1], self._columns
         low, up = (
             torch.zeros(size, dtype=self._up.dtype, device="cpu", pin_memory=self._up.is_cuda)
             for size in ((of_part * rank, columns), (rows, rank))
@@ -145,7 +159,7 @@ class GPUAdaptedWeight(Adapted):
         if rank < self._rank:
             self._low[at].zero_()
             self._up[at].zero_()
-        parts = len(self._places), -1, self.shape[1]
+        parts = len(self._places), -1, self._columns
         self._low[at].view(parts)[:, :rank].copy_(low.view(parts), non_blocking=True)
         self._up[at, :, :rank].copy_(up, non_blocking=True)
 
@@ -187,3 +201,24 @@ class GPUAdaptedWeight(Adapted):
         used, index = rows
         buffers = self._low, self._up, self._blocks, self._parts, self._bounds
         return self._kernels.factors(*buffers, index, used)
+
+
+class GPUAdaptedTable(GPUAdaptedWeight):
+    """A table of embeddings, and what each adapter adds to its rows. See `Pair`."""
+
+    def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        raise NotImplementedError("a table has no products")
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._add_rows(self.base.take(ids), ids, 0)
+
+    def take_shard(self, ids: torch.Tensor, shard: Shard) -> torch.Tensor:
+        return self._add_rows(self.base.take_shard(ids, shard), ids, shard.begin)
+
+    def rebased(self, weight: Weight) -> Weight:
+        self.base = weight
+        return self
+
+    def _add_rows(self, y: torch.Tensor, ids: torch.Tensor, begin: int) -> torch.Tensor:
+        factors = self._factors()
+        return y if factors is None else self._kernels.add_rows(y, ids, begin, factors)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 
 from toolkit.errors import CheckpointError
-from toolkit.lora.files import CONFIG, TENSORS, read_file
-from toolkit.weights.safetensors import parse_header
+from toolkit.lora.files import CONFIG, LEAST_MAX_RANK, TENSORS, read_file
+from toolkit.weights.safetensors import parse_header, read_header
 
 if TYPE_CHECKING:
     from pydantic_core import SchemaValidator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 LOW, UP = ".lora_A.weight", ".lora_B.weight"
 TABLE_LOW, TABLE_UP = ".lora_embedding_A", ".lora_embedding_B"
+ENDS = (TABLE_LOW, "lm_head" + LOW, "embed_out" + LOW)  # factors of embeddings and output head
 TABLE = ".base_layer.weight"  # the base model's, which PEFT saves next to an embedding's factors
 MAX_CONFIG, MAX_TENSORS = 1 << 20, 16 << 30  # bytes of an adapter's files
 FACTORS = (torch.float32, torch.float16, torch.bfloat16)
@@ -200,17 +202,43 @@ def read_adapter(
     return pairs
 
 
+class SlotSize(NamedTuple):
+    """Room of each slot for an adapter on a GPU."""
+
+    rank: int  # the highest
+    ends: bool  # embeddings and output head, too
+
+
+def slot_size(folders: Mapping[str, Path], max_rank: int | None) -> SlotSize:
+    """Return the size that these adapters need, by their names. max_rank: if it is given.
+
+    Raises CheckpointError for files that are missing, broken or unsupported."""
+    ranks, ends = [LEAST_MAX_RANK], False
+    for name, folder in folders.items():
+        ranks.append(read_config(name, folder).highest_rank)
+        with _explained(folder, _failure(name, folder)):
+            ends |= any(one.name.endswith(ENDS) for one in read_header(folder / TENSORS))
+    return SlotSize(max_rank or max(ranks), ends)
+
+
 def _failure(name: str, folder: Path) -> Fail:
     return lambda why: CheckpointError(f"adapter {name!r} ({folder}): {why}.")
 
 
 def _read_tensors(path: Path, fail: Fail) -> dict[str, torch.Tensor]:
-    try:
+    with _explained(path.parent, fail):
         # Not mapped: who trains an adapter again may overwrite the file at any time.
         content = read_file(path, MAX_TENSORS)
         return {one.name: one.view(content) for one in parse_header(Path(TENSORS), content)}
+
+
+@contextmanager
+def _explained(folder: Path, fail: Fail) -> Iterator[None]:
+    """Raise errors in the file of tensors as those of the adapter, which name its folder."""
+    try:
+        yield
     except CheckpointError as error:
-        raise fail(error.message.rstrip(".")) from None
+        raise fail(error.message.replace(f"{folder}/", "").rstrip(".")) from None
     except OSError as error:
         raise fail(f"{TENSORS} cannot be read: {error.strerror or error}") from None
 

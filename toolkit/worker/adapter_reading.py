@@ -9,9 +9,9 @@ import torch
 from toolkit.config import EngineConfig
 from toolkit.config.engine import LoRAConfig
 from toolkit.lora.adapters import Adapters
-from toolkit.lora.files import LEAST_MAX_RANK, find_adapter
+from toolkit.lora.files import find_adapter
 from toolkit.lora.gpu_weight import GPUActive
-from toolkit.lora.peft import read_config
+from toolkit.lora.peft import SlotSize, slot_size
 from toolkit.lora.tokenizer import require_same_tokenizer
 from toolkit.sequence import Adapter
 from toolkit.worker.operations import LoadAdapter, Operation
@@ -19,11 +19,10 @@ from toolkit.worker.operations import LoadAdapter, Operation
 NUM_THREADS = 2  # a large adapter does not hold up all others
 
 
-def max_lora_rank(config: LoRAConfig) -> int:
-    """Return the highest rank of an adapter. Raises CheckpointError for --lora-modules."""
+def find_slot_size(config: LoRAConfig) -> SlotSize:
+    """Return what each slot has room for. Raises CheckpointError for --lora-modules."""
     found = [find_adapter(name, Path(path)) for name, path in config.adapters.items()]
-    ranks = [read_config(one.name, Path(one.folder)).highest_rank for one in found]
-    return config.max_lora_rank or max(LEAST_MAX_RANK, *ranks, 1)
+    return slot_size({one.name: Path(one.folder) for one in found}, config.max_lora_rank)
 
 
 class AdapterReader:

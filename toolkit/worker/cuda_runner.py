@@ -181,9 +181,20 @@ class CudaRunner(ModelRunner):
         )
 
     def _logits_of(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        logits = self.model.logits(hidden, self._logits[: len(hidden)])
+        active = self.state.active
+        adapted = active.during(inputs.adapters, keeps_all=False) if active else nullcontext()
+        with adapted:
+            logits = self.model.logits(hidden, self._logits[: len(hidden)])
         self._sample(logits, inputs)
         return logits
+
+    def _logits_of_row(self, row: int, hidden: torch.Tensor) -> torch.Tensor:
+        active = self.state.active
+        if active is None:
+            return super()._logits_of_row(row, hidden)
+        slot = int(self.state.adapters[row])
+        with active.during(active.of_rows(slot, len(hidden), self.device)):
+            return self.model.logits(hidden)
 
     def _sample(self, logits: torch.Tensor, inputs: StepInputs) -> None:
         state = self.state

@@ -41,6 +41,7 @@ TILE = 16  # of an adapter's tokens
 FACTORS = 4096  # elements of B in a step
 STAGES = 3  # steps of B in flight
 LINE = 64  # elements of 128 bytes
+ROW_CHUNK = 512  # numbers of a table's row that a program changes
 RUN = tl.constexpr(128)  # lines of B that a program prefetches at once
 MOST_FETCHED = tl.constexpr(2)  # runs
 
@@ -153,6 +154,33 @@ def delta(x: Tensor, factors: Factors) -> Tensor:
             num_warps=WARPS,
         )
     return out
+
+
+def add_rows(y: Tensor, ids: Tensor, begin: int, factors: Factors) -> Tensor:
+    """Add to rows of a table what the adapters of their tokens add to them. Returns y.
+
+    y: `[num_tokens, size]`; ids: int32 or int64 `[num_tokens]`. A: `[num_slots, rank, rows of the
+    table]`, of the tokens from `begin` on; others get nothing. B: `[num_slots, size, rank]`."""
+    num_tokens, size = y.shape
+    if not y.is_contiguous() or not ids.is_contiguous() or size != factors.up.shape[1]:
+        raise ValueError(f"y must be [num_tokens, {factors.up.shape[1]}], contiguous, like ids")
+    if num_tokens:
+        _rows_kernel[(num_tokens, triton.cdiv(size, ROW_CHUNK))](
+            y,
+            ids,
+            factors.low,
+            factors.up,
+            factors.blocks,
+            factors.places,
+            factors.used,
+            begin,
+            factors.low.shape[2],
+            size,
+            RANK=factors.up.shape[2],
+            CHUNK=ROW_CHUNK,
+            num_warps=4,
+        )
+    return y
 
 
 def _check(x: Tensor, factors: Factors) -> None:
@@ -533,3 +561,38 @@ def _expand(
             y.to(outs.dtype.element_ty),
             mask=own[None, :] & (row < end)[:, None],
         )
+
+
+@triton.jit(do_not_specialize=["begin", "rows"])
+def _rows_kernel(
+    y_ptr,
+    id_ptr,
+    low_ptr,
+    up_ptr,
+    block_ptr,
+    place_ptr,
+    used_ptr,
+    begin,
+    rows,
+    size,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Change a chunk of one token's row."""
+    token = tl.program_id(0)
+    place = tl.load(place_ptr + token)
+    index = tl.load(id_ptr + token).to(tl.int64) - begin
+    if (place >= 0) & (index >= 0) & (index < rows):
+        slot = tl.load(used_ptr + 2 + place).to(tl.int64)
+        column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        at = y_ptr + token.to(tl.int64) * size + column
+        rank = tl.arange(0, RANKS)
+        lows = low_ptr + (slot * RANK + rank) * rows + index
+        ups = up_ptr + ((slot * size + column) * RANK)[:, None] + rank[None, :]
+        delta = tl.zeros([CHUNK], tl.float32)
+        for block in range(tl.load(block_ptr + slot)):
+            low = tl.load(lows + block * RANKS * rows).to(tl.float32)
+            up = tl.load(ups + block * RANKS, mask=(column < size)[:, None], other=0.0)
+            delta += tl.sum(up.to(tl.float32) * low[None, :], 1)
+        y = tl.load(at, mask=column < size, other=0.0).to(tl.float32) + delta
+        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=column < size)

@@ -20,7 +20,7 @@ from toolkit.models.model import CausalLM, Model
 from toolkit.models.model_config import ArchitectureConfig, name_weights
 from toolkit.models.registry import describe
 from toolkit.weights.loader import find_weights
-from toolkit.worker.adapter_reading import max_lora_rank
+from toolkit.worker.adapter_reading import find_slot_size
 from toolkit.worker.startup.loading import Fill, Loading
 from toolkit.worker.startup.memory_budget import require_weights_fit
 from toolkit.worker.startup.setup import Setup, use_stream
@@ -156,9 +156,15 @@ class ModelLoader:
         )
 
     def _adapters(self, model: Model, everything: Model) -> Adapters:
-        setup, lora = self._setup, self._setup.config.lora
+        setup, (rank, ends), kernels = self._setup, self._slot_size, self._setup.place.kernels
         return Adapters(
-            model, everything, self._max_lora_rank, lora.max_loras, setup.dtype, setup.place.kernels
+            model,
+            everything,
+            rank,
+            setup.config.lora.max_loras,
+            setup.dtype,
+            kernels,
+            ends=ends or kernels is None,
         )
 
     def sketch_adapters(self) -> Adapters:
@@ -185,7 +191,7 @@ class ModelLoader:
                 f"tk's own decoders.",
                 param="enable_lora",
             )
-        self._max_lora_rank = max_lora_rank(self._setup.config.lora)
+        self._slot_size = find_slot_size(self._setup.config.lora)
 
     def _fill(self, model: Model, fill: Fill, stop: threading.Event) -> None:
         with use_stream(self._setup.place.stream), self._setup.explain_lack_for_weights():
