@@ -27,7 +27,7 @@ from toolkit.models.pipeline_split import split_layers
 from toolkit.scheduler import ModelOutput, Request, SchedulerOutput
 from toolkit.scheduler.running import RunningRequests
 from toolkit.sequence import SequenceSpec
-from toolkit.weights.loader import load_weights
+from toolkit.weights.loading.loader import load_weights
 from tools.bench.loop import RandomTokens
 
 SMALL = {"num_threads": 1, "num_gpu_blocks_override": 200, "block_size": 4, "max_num_seqs": 8}

@@ -14,7 +14,7 @@ from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.distributed import Group, aligned_shard, kv_head_shard, parallel
 from toolkit.errors import CheckpointError, ConfigError, EngineError, WorkersLostError
 from toolkit.models.build import build_model, load_config
-from toolkit.weights.loader import load_weights
+from toolkit.weights.loading.loader import load_weights
 from toolkit.worker import Report
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.worker import Worker

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_completions import COMMANDS
+from toolkit.cli.commands.man import page_name
 from toolkit.cli.help import known_settings, settings_of
-from toolkit.cli.man import page_name
 from toolkit.cli.roff import as_text
 from toolkit.cli.root import tree
 from toolkit.config.sources import FILE_VARIABLE

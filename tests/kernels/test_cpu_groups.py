@@ -15,7 +15,7 @@ if not cpu.available():
 from toolkit.kernels.cpu.groups import PackedGroups
 from toolkit.kernels.cpu.program import Recorder
 from toolkit.weights.groups import Groups, pack_nibbles
-from toolkit.weights.packed import PackedWeight, pack_groups
+from toolkit.weights.kinds.packed import PackedWeight, pack_groups
 from toolkit.weights.weight import Epilogue
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

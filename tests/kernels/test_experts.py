@@ -285,7 +285,7 @@ def test_reference_equals_a_plain_product_for_one_expert():
 def test_sizes_and_types(kernels, device, dtype, sizes, tokens, kind, end):
     """Ends: of experts with biases, and rows of gate and up in turn."""
     if device.type == "cuda" and kind == "fp8" and dtype == torch.float32:
-        pytest.skip("on a GPU, FP8 weights need 16-bit activations (toolkit.weights.fp8)")
+        pytest.skip("on a GPU, FP8 weights need 16-bit activations (toolkit.weights.kinds.fp8)")
     if kind == "mxfp4" and dtype == torch.float16:
         pytest.skip("MXFP4 needs bf16 or fp32")
     has_bias, is_interleaved = end != "silu", end == "interleaved"

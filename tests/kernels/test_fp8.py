@@ -190,7 +190,7 @@ def check(fp8, case: Case, device: torch.device) -> None:
 )
 def test_products_of_any_size_and_dtype(fp8, device, dtype, sizes, tokens):
     if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("on a GPU, FP8 weights need 16-bit activations (toolkit.weights.fp8)")
+        pytest.skip("on a GPU, FP8 weights need 16-bit activations (toolkit.weights.kinds.fp8)")
     check(fp8, Case(tokens, *sizes, dtype=dtype), device)
 
 

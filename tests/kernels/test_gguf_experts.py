@@ -17,8 +17,8 @@ from toolkit.layers import Projections, StackedExperts
 from toolkit.weights.gguf.decode import dequantize
 from toolkit.weights.gguf.packing import packings
 from toolkit.weights.gguf.reader import read_header, slot_of
+from toolkit.weights.loading.safetensors import read_mapped
 from toolkit.weights.quantization import quantized
-from toolkit.weights.safetensors import read_mapped
 from toolkit.weights.source import Source
 
 EXPERTS, HIDDEN, SIZE = 2, 256, 512

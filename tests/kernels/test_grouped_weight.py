@@ -7,7 +7,7 @@ import torch
 
 from toolkit.distributed import full_shard
 from toolkit.weights.groups import Groups, pack_nibbles
-from toolkit.weights.integers import IntegerWeight
+from toolkit.weights.kinds.integers import IntegerWeight
 from toolkit.weights.layout import Kind, Layout, while_loading
 from toolkit.weights.weight import Epilogue, Weight
 
@@ -25,7 +25,7 @@ each = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def new_weight(triton, device, monkeypatch):
     """Return a function from layouts to weights for the kernels, in bf16."""
     from toolkit.kernels import table
-    from toolkit.weights import grouped
+    from toolkit.weights.kinds import grouped
 
     monkeypatch.setattr(grouped, "kernels_for", lambda _: table.gpu_kernels())
     default = torch.get_default_dtype()

@@ -16,10 +16,11 @@ from toolkit.distributed import Group, expert_shards, parallel
 from toolkit.kernels.table import Kernels, gpu_kernels
 from toolkit.layers import Linear, Projections, StackedExperts
 from toolkit.models.build import build_model, load_config
-from toolkit.weights import blocks, fp8, grouped, quantization
+from toolkit.weights import quantization
 from toolkit.weights.formats import read_packings
+from toolkit.weights.kinds import blocks, fp8, grouped
 from toolkit.weights.layout import of_experts
-from toolkit.weights.loader import load_weights, stored_tensors
+from toolkit.weights.loading.loader import load_weights, stored_tensors
 from toolkit.weights.quantization import quantized
 from toolkit.weights.source import Source
 from toolkit.weights.weight import StackableWeight
@@ -55,7 +56,7 @@ def kernels(triton, device, monkeypatch) -> Kernels:
         monkeypatch.setattr(module, "kernels_for", lambda _: found)
     monkeypatch.setattr(fp8, "has_arithmetic", lambda _: True)
     monkeypatch.setattr(quantization, "_multiplies_int8", lambda: False)  # as CPUs do
-    monkeypatch.setattr("toolkit.weights.plain.kernels_for", lambda _: found)
+    monkeypatch.setattr("toolkit.weights.kinds.plain.kernels_for", lambda _: found)
     return found
 
 

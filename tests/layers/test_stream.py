@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from toolkit.layers.linear import GatedLinear, Linear
 from toolkit.layers.norm import Join, Norm
 from toolkit.layers.stream import Stream
-from toolkit.weights import plain
+from toolkit.weights.kinds import plain
 from toolkit.weights.source import Source
 
 HIDDEN, INNER, WIDTH = 32, 48, 24

@@ -16,7 +16,7 @@ from toolkit.kernels.table import Kernels
 from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
 from toolkit.lora.peft import Pair
 from toolkit.lora.weight import Part
-from toolkit.weights.plain import PlainWeight
+from toolkit.weights.kinds.plain import PlainWeight
 
 
 def test_adapters_in_use_are_numbered_by_first_appearance():

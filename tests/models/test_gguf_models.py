@@ -15,7 +15,7 @@ from tests.models.architectures import ARCHITECTURES
 from toolkit.models.build import build_model, load_config
 from toolkit.models.describe import Decoder, Rope
 from toolkit.models.registry import describe
-from toolkit.weights.loader import load_weights
+from toolkit.weights.loading.loader import load_weights
 from toolkit.weights.source import Source
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,7 +27,7 @@ from toolkit.hardware import memory
 from toolkit.hardware.graph_capture import captured, empty_cache
 from toolkit.kernels import cublas
 from toolkit.kernels.table import kernels_for
-from toolkit.weights import loader
+from toolkit.weights.loading import loader
 from toolkit.worker.startup.warm_up import WarmUp
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from tests import checkpoints
 from toolkit import LLM, EngineConfig
 from toolkit.kernels import cpu
 from toolkit.models.build import load_config
-from toolkit.weights.dense import read_dense
+from toolkit.weights.loading.dense import read_dense
 from tools.bench.perplexity import perplexity, variants
 from tools.bench.rounded_checkpoints import METHODS, read_checkpoint, write_gguf
 

@@ -26,7 +26,7 @@ from toolkit.scheduler import request
 from toolkit.scheduler.block_pool import BlockPool
 from toolkit.verify import engines, transformers_model
 from toolkit.verify.run import verify
-from toolkit.weights.int8 import Int8Weight
+from toolkit.weights.kinds.int8 import Int8Weight
 from toolkit.weights.slots import StackedSlot
 
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")

@@ -19,11 +19,12 @@ from toolkit.kernels.table import Kernels
 from toolkit.layers import Linear, OutputHead
 from toolkit.models.build import build_model, load_config
 from toolkit.models.model import Model
-from toolkit.weights import blocks, fp8, quantization
-from toolkit.weights.blocks import BlockWeight
+from toolkit.weights import quantization
 from toolkit.weights.groups import Blocks
+from toolkit.weights.kinds import blocks, fp8
+from toolkit.weights.kinds.blocks import BlockWeight
 from toolkit.weights.layout import DENSE, Kind, Layout
-from toolkit.weights.loader import load_weights
+from toolkit.weights.loading.loader import load_weights
 from toolkit.weights.weight import Epilogue
 
 ROWS, COLUMNS = 256, 200

@@ -17,8 +17,8 @@ from toolkit.attention import choose_backend
 from toolkit.errors import ConfigError
 from toolkit.models import cache_scale
 from toolkit.models.build import build_model, load_config
-from toolkit.weights import fp8
-from toolkit.weights.loader import load_weights
+from toolkit.weights.kinds import fp8
+from toolkit.weights.loading.loader import load_weights
 from toolkit.worker.kv_cache import choose_cache_dtype
 
 NAMES = ["gpt2", "llama3-gqa", "mistral-window", "qwen3"]

@@ -17,8 +17,9 @@ from toolkit.kernels import reference
 from toolkit.kernels.table import Kernels
 from toolkit.layers import Linear, OutputHead
 from toolkit.models.build import build_model, load_config
-from toolkit.weights import fp8, safetensors
-from toolkit.weights.loader import load_weights
+from toolkit.weights.kinds import fp8
+from toolkit.weights.loading import safetensors
+from toolkit.weights.loading.loader import load_weights
 from toolkit.weights.slots import QuantizedSlot
 from toolkit.weights.weight import Epilogue
 
@@ -76,7 +77,7 @@ def test_chunk_size_does_not_change_the_weights(checkpoint, name, monkeypatch):
         "read_into",
         lambda tensors, stop: safetensors.read_buffered(tensors, stop, pinned=False),
     )
-    monkeypatch.setattr("toolkit.weights.loader.read_into", safetensors.read_into)
+    monkeypatch.setattr("toolkit.weights.loading.loader.read_into", safetensors.read_into)
     for layer_name, layer in linears(load(folder, "fp8")).items():
         weight, other = layer.weight, expected[layer_name].weight
         assert torch.equal(weight.values.float(), other.values.float())

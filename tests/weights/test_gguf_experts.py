@@ -24,7 +24,7 @@ from toolkit.inventory.estimate import estimate
 from toolkit.kernels.switch import only_pytorch
 from toolkit.weights.gguf.decode import dequantize
 from toolkit.weights.gguf.reader import read_header, slot_of
-from toolkit.weights.safetensors import read_mapped
+from toolkit.weights.loading.safetensors import read_mapped
 from toolkit.weights.slots import Slot
 
 BLOCKS = json.loads((Path(__file__).parent / "gguf_blocks.json").read_text())

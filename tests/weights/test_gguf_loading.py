@@ -16,10 +16,10 @@ from toolkit import LLM
 from toolkit.distributed import Shard
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.kernels.switch import only_pytorch
-from toolkit.weights import safetensors
 from toolkit.weights.gguf.decode import dequantize
 from toolkit.weights.gguf.reader import read_header, slot_of
-from toolkit.weights.safetensors import read_buffered, read_mapped
+from toolkit.weights.loading import safetensors
+from toolkit.weights.loading.safetensors import read_buffered, read_mapped
 from toolkit.weights.slots import Slot
 
 METADATA = {

@@ -9,7 +9,7 @@ from tests.weights.accuracy import compare
 from toolkit import LLM, SamplingParams
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu
-from toolkit.weights import int8
+from toolkit.weights.kinds import int8
 from toolkit.weights.quantization import require
 
 CPU = {"device": "cpu", "dtype": "float32"}

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from toolkit.distributed import Shard
-from toolkit.weights import safetensors
-from toolkit.weights.progress import Progress
+from toolkit.weights.loading import safetensors
+from toolkit.weights.loading.progress import Progress
 from toolkit.weights.slots import Slot
 
 

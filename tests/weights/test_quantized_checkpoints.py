@@ -22,7 +22,7 @@ from toolkit.kernels.switch import only_pytorch
 from toolkit.layers import Linear
 from toolkit.models.build import build_model, load_config
 from toolkit.models.model import Model
-from toolkit.weights.loader import load_weights
+from toolkit.weights.loading.loader import load_weights
 
 CHECKPOINTS = sorted(
     path.parent

@@ -13,8 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from toolkit.errors import CheckpointError
-from toolkit.weights import safetensors
-from toolkit.weights.safetensors import StoredTensor, read_buffered, read_header, read_mapped
+from toolkit.weights.loading import safetensors
+from toolkit.weights.loading.safetensors import (
+    StoredTensor,
+    read_buffered,
+    read_header,
+    read_mapped,
+)
 from toolkit.weights.slots import Slot
 
 Read = Callable[[Sequence[tuple[StoredTensor, Slot]]], None]

@@ -10,8 +10,8 @@ import torch
 from tests.combinations import pairwise
 from toolkit.distributed import Shard, full_shard
 from toolkit.kernels import cpu, reference
-from toolkit.weights import packed
 from toolkit.weights.groups import fill_randomly_
+from toolkit.weights.kinds import packed
 from toolkit.weights.quantization import new_weight, quantized
 from toolkit.weights.weight import Epilogue
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from toolkit.config import EngineConfig
 from toolkit.errors import CheckpointError
 from toolkit.models.build import build_model, load_config
-from toolkit.weights.loader import find_weights
-from toolkit.weights.safetensors import read_buffered, read_header, read_mapped
+from toolkit.weights.loading.loader import find_weights
+from toolkit.weights.loading.safetensors import read_buffered, read_header, read_mapped
 from toolkit.weights.slots import Slot
 from toolkit.worker.startup import cache_sizing, runners
 from toolkit.worker.startup.loading import Loading

@@ -1,4 +1,4 @@
-"""The command line. Each subcommand is a module; heavy imports happen when a command runs."""
+"""The command line. Heavy imports happen when a command runs."""
 
 import os
 import sys

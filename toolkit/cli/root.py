@@ -54,7 +54,7 @@ def root(
 def tree() -> CommandGroup:
     """Return Typer's object of `tk` with all commands."""
     for name in COMMANDS:
-        import_module(f"toolkit.cli.{name.replace('-', '_')}")
+        import_module(f"toolkit.cli.commands.{name.replace('-', '_')}")
     group = typer.main.get_command(app)
     assert isinstance(group, CommandGroup)
     group.commands = {name: group.commands[name] for name in COMMANDS}

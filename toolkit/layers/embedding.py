@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from toolkit.distributed import Shard, aligned_shard, current_group, full_shard
-from toolkit.weights.collected import packed_slots
 from toolkit.weights.formats import Packing
-from toolkit.weights.plain import plain_weight
+from toolkit.weights.kinds.plain import plain_weight
+from toolkit.weights.loading.collected import packed_slots
 from toolkit.weights.quantization import find_packing, new_head_weight
 from toolkit.weights.slots import Slots
 from toolkit.weights.weight import Epilogue, Weight

@@ -24,7 +24,7 @@ from toolkit.kernels import reference
 from toolkit.kernels.reference import Routing
 from toolkit.kernels.table import Kernels, kernels_for
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
-from toolkit.weights.collected import packed_slots
+from toolkit.weights.loading.collected import packed_slots
 from toolkit.weights.quantization import find_packing, new_stack, unquantized
 from toolkit.weights.slots import UNREAD, JoinedSlot, Slot, Slots, StackedSlot, joined_slot
 from toolkit.weights.source import Source

@@ -12,8 +12,8 @@ from toolkit.distributed import Shard, current_group, even_shard, full_shard
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
 from toolkit.layers.embedding import Embedding, padded, vocabulary_shard
-from toolkit.weights.collected import packed_slots
 from toolkit.weights.formats import Packing
+from toolkit.weights.loading.collected import packed_slots
 from toolkit.weights.quantization import (
     find_packing,
     new_head_weight,

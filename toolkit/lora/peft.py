@@ -15,7 +15,7 @@ import torch
 
 from toolkit.errors import CheckpointError
 from toolkit.lora.files import CONFIG, LEAST_MAX_RANK, TENSORS, read_file
-from toolkit.weights.safetensors import parse_header, read_header
+from toolkit.weights.loading.safetensors import parse_header, read_header
 
 if TYPE_CHECKING:
     from pydantic_core import SchemaValidator

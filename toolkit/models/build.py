@@ -19,7 +19,7 @@ from toolkit.models.overrides import read_config
 from toolkit.models.registry import describe, find_problem, parse_config, supported
 from toolkit.weights.formats import QUANTIZATION_FIELDS, Packings, read_packings
 from toolkit.weights.gguf import packing as gguf
-from toolkit.weights.loader import stored_tensors
+from toolkit.weights.loading.loader import stored_tensors
 from toolkit.weights.quantization import quantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,7 +10,7 @@ from torch import nn
 
 from toolkit.errors import CheckpointError
 from toolkit.pooling.settings import Dense, PoolingConfig
-from toolkit.weights.loader import load_weights
+from toolkit.weights.loading.loader import load_weights
 from toolkit.weights.slots import Slots, plain_slots
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -18,8 +18,8 @@ from toolkit.models.model_config import ArchitectureConfig
 from toolkit.models.overrides import read_config
 from toolkit.models.registry import describe
 from toolkit.verify.compare import Scored
-from toolkit.weights.dense import read_dense
 from toolkit.weights.formats import QUANTIZATION_FIELDS
+from toolkit.weights.loading.dense import read_dense
 
 SPARE = 1.3
 """Memory over that of the weights, for their conversion and for activations."""

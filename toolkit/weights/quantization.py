@@ -14,13 +14,16 @@ from toolkit.errors import ConfigError
 from toolkit.kernels import cpu
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
 from toolkit.kernels.table import kernels_for
-from toolkit.weights import fp8
-from toolkit.weights.blocks import BlockWeight
 from toolkit.weights.formats import Packing, Packings
-from toolkit.weights.fp8 import FP8Weight
-from toolkit.weights.grouped import grouped_weight
-from toolkit.weights.int8 import Int8Weight
-from toolkit.weights.integers import IntegerWeight
+from toolkit.weights.kinds import fp8
+from toolkit.weights.kinds.blocks import BlockWeight
+from toolkit.weights.kinds.fp8 import FP8Weight
+from toolkit.weights.kinds.grouped import grouped_weight
+from toolkit.weights.kinds.int8 import Int8Weight
+from toolkit.weights.kinds.integers import IntegerWeight
+from toolkit.weights.kinds.mxfp4 import MXFP4Weight
+from toolkit.weights.kinds.parted import PartedWeight
+from toolkit.weights.kinds.plain import plain_weight
 from toolkit.weights.layout import (
     DENSE,
     MXFP4,
@@ -30,9 +33,6 @@ from toolkit.weights.layout import (
     of_experts,
     while_loading,
 )
-from toolkit.weights.mxfp4 import MXFP4Weight
-from toolkit.weights.parted import PartedWeight
-from toolkit.weights.plain import plain_weight
 from toolkit.weights.weight import StackableWeight, Weight
 
 METHODS: dict[str, type[FP8Weight | Int8Weight | IntegerWeight]] = {

@@ -10,7 +10,7 @@ from toolkit.attention import AttentionBackend
 from toolkit.errors import ConfigError
 from toolkit.models.cache_layout import CacheLayout
 from toolkit.models.model import Model
-from toolkit.weights import fp8
+from toolkit.weights.kinds import fp8
 
 SWAP_PIECE = 2**26  # bytes per copy between device and host
 

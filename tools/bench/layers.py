@@ -22,7 +22,7 @@ from toolkit.hardware.graph_capture import captured
 from toolkit.kernels import cpu
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.decoder import Decoder
-from toolkit.weights.loader import load_weights
+from toolkit.weights.loading.loader import load_weights
 from toolkit.worker.kv_cache import KVCache
 
 BLOCK_SIZE = 16

@@ -18,9 +18,9 @@ from toolkit.config import EngineConfig
 from toolkit.gguf.folder import is_gguf
 from toolkit.models.build import load_config
 from toolkit.models.overrides import read_config
-from toolkit.weights.dense import read_dense
 from toolkit.weights.formats import QUANTIZATION_FIELDS
-from toolkit.weights.loader import stored_tensors
+from toolkit.weights.loading.dense import read_dense
+from toolkit.weights.loading.loader import stored_tensors
 
 FP8_MAX = 448.0
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")

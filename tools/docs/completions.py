@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from toolkit.cli.man import OTHERS
+from toolkit.cli.commands.man import OTHERS
 from toolkit.cli.names import VALUES
 from tools.docs.tree import Argument, CommandNode, Flag
 

@@ -47,7 +47,7 @@ from toolkit.models.fallback.swap import (
     swap_products,
 )
 from toolkit.models.model import CausalLM, default_dtype
-from toolkit.weights.plain import PlainWeight
+from toolkit.weights.kinds.plain import PlainWeight
 from toolkit.weights.slots import JoinedSlot, Slot, Slots
 
 ATTENTION = "tk"  # name of our attention function

@@ -12,9 +12,9 @@ from toolkit.distributed import Shard
 from toolkit.errors import CheckpointError
 from toolkit.gguf.config import NamedTensor, named_tensors
 from toolkit.gguf.file import TYPES, read_gguf
-from toolkit.weights.collected import CollectedSlot
 from toolkit.weights.gguf.decode import dequantize
-from toolkit.weights.safetensors import DTYPES, StoredTensor
+from toolkit.weights.loading.collected import CollectedSlot
+from toolkit.weights.loading.safetensors import DTYPES, StoredTensor
 from toolkit.weights.slots import Slot
 from toolkit.weights.source import pairs_apart
 

@@ -33,7 +33,7 @@ from toolkit.speculative.draft_model import DraftModel
 from toolkit.speculative.eagle import EagleModel, EagleNetwork, build_eagle, taps_of
 from toolkit.speculative.model_drafter import Network
 from toolkit.weights.formats import Packings, read_packings
-from toolkit.weights.loader import find_weights, stored_tensors, tensor_names
+from toolkit.weights.loading.loader import find_weights, stored_tensors, tensor_names
 from toolkit.worker.graph_policy import GraphPolicy
 from toolkit.worker.startup.setup import Setup
 

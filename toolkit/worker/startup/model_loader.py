@@ -19,7 +19,7 @@ from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Model
 from toolkit.models.model_config import ArchitectureConfig, name_weights
 from toolkit.models.registry import describe
-from toolkit.weights.loader import find_weights
+from toolkit.weights.loading.loader import find_weights
 from toolkit.worker.adapter_reading import find_slot_size
 from toolkit.worker.startup.loading import Fill, Loading
 from toolkit.worker.startup.memory_budget import require_weights_fit

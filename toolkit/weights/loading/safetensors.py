@@ -22,7 +22,7 @@ import torch
 
 from toolkit.distributed import Shard
 from toolkit.errors import CheckpointError
-from toolkit.weights.progress import Progress
+from toolkit.weights.loading.progress import Progress
 from toolkit.weights.slots import Slot
 
 READERS = 8  # threads that read for a GPU; each holds one chunk

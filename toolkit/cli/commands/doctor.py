@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.config import DEFAULT, every_setting
+from toolkit.cli.commands.config import DEFAULT, every_setting
 from toolkit.cli.help import Command, known_settings
 from toolkit.cli.root import app, tree
 from toolkit.config import ServerConfig

@@ -8,7 +8,7 @@ from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
 from toolkit.weights.groups import Blocks, Decoded
-from toolkit.weights.row_scaled import RowScaledWeight, ScaledProduct
+from toolkit.weights.kinds.row_scaled import RowScaledWeight, ScaledProduct
 from toolkit.weights.weight import StackableWeight
 
 DTYPE = torch.float8_e4m3fn

@@ -10,8 +10,8 @@ import torch
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu, reference
 from toolkit.weights.groups import Decoded, Groups
-from toolkit.weights.packed import pack
-from toolkit.weights.row_scaled import RowScaledWeight, ScaledProduct
+from toolkit.weights.kinds.packed import pack
+from toolkit.weights.kinds.row_scaled import RowScaledWeight, ScaledProduct
 from toolkit.weights.weight import Epilogue, Weight
 
 

@@ -14,9 +14,9 @@ import torch
 
 from toolkit.errors import CheckpointError, did_you_mean
 from toolkit.gguf.folder import is_gguf
-from toolkit.weights.collected import CollectedSlot
 from toolkit.weights.gguf import reader as gguf
-from toolkit.weights.safetensors import StoredTensor, read_header, read_into
+from toolkit.weights.loading.collected import CollectedSlot
+from toolkit.weights.loading.safetensors import StoredTensor, read_header, read_into
 from toolkit.weights.slots import Slot, Slots
 from toolkit.weights.weight import DUMMY_STD, Stored
 

@@ -11,7 +11,7 @@ from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.table import Kernels, kernels_for
 from toolkit.weights.groups import Decoded
-from toolkit.weights.packed import pack
+from toolkit.weights.kinds.packed import pack
 from toolkit.weights.slots import Slot
 from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, Weight, parameter
 

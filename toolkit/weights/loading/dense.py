@@ -11,12 +11,12 @@ import torch
 
 from toolkit.distributed import full_shard
 from toolkit.gguf.folder import is_gguf
-from toolkit.weights.collected import Projection
 from toolkit.weights.formats import Packing, Packings
 from toolkit.weights.gguf import reader as gguf
 from toolkit.weights.groups import Decoded
-from toolkit.weights.loader import stored_tensors
-from toolkit.weights.safetensors import read_into
+from toolkit.weights.loading.collected import Projection
+from toolkit.weights.loading.loader import stored_tensors
+from toolkit.weights.loading.safetensors import read_into
 from toolkit.weights.slots import Slot, StackedSlot
 
 

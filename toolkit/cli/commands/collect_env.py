@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from toolkit.cli.config import DEFAULT, every_setting
-from toolkit.cli.doctor import findings
+from toolkit.cli.commands.config import DEFAULT, every_setting
+from toolkit.cli.commands.doctor import findings
 from toolkit.cli.help import Command
 from toolkit.cli.root import app
 from toolkit.errors import ConfigError

@@ -12,8 +12,8 @@ from toolkit.errors import ConfigError
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
 from toolkit.weights.groups import Decoded, Groups, fill_randomly_, multiplied, quantize
+from toolkit.weights.kinds.packed import pack_groups
 from toolkit.weights.layout import Layout
-from toolkit.weights.packed import pack_groups
 from toolkit.weights.slots import QuantizedSlot, Slot
 from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
 

@@ -1,0 +1,1 @@
+"""Weights by how they are stored."""

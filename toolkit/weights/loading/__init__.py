@@ -1,0 +1,1 @@
+"""Loading the weights of a checkpoint."""
