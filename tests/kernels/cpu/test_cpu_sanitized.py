@@ -17,7 +17,7 @@ import pytest
 
 from toolkit.kernels import cpu
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O0", "-g1"]
 
 if not cpu.available() or shutil.which("g++") is None or not sys.platform.startswith("linux"):
@@ -80,7 +80,7 @@ def test_kernels_stay_within_their_arrays(sanitized):
         "pytest",
         "-x",
         "-p",
-        "tests.kernels.sanitized",
+        "tests.kernels.cpu.sanitized",
         "-k",
         cpu.variants()[-1],
         *tests,
@@ -90,7 +90,7 @@ def test_kernels_stay_within_their_arrays(sanitized):
 
 def test_writes_past_the_end_are_detected(sanitized):
     code = """
-import tests.kernels.sanitized, torch
+import tests.kernels.cpu.sanitized, torch
 from toolkit.kernels.cpu import linear
 packed = linear.PackedLinear(torch.ones(40, 8))
 indices, too_short = torch.zeros(9, dtype=torch.int64), torch.empty(8, 8)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.gguf_writer import Stored, write
-from tests.kernels.test_quantized_experts import kernels as kernels
+from tests.kernels.experts.test_quantized_experts import kernels as kernels
 from toolkit.distributed import Group, expert_shards, parallel
 from toolkit.gguf.file import TYPES
 from toolkit.kernels.table import Kernels

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.combinations import pairwise
-from tests.kernels import test_rotary
-from tests.kernels.test_attention import DTYPES, FP8, NAN, TOLERANCE, Case, make
+from tests.kernels.attention import test_rotary
+from tests.kernels.attention.test_attention import DTYPES, FP8, NAN, TOLERANCE, Case, make
 from toolkit.kernels import reference
 
 

@@ -37,7 +37,7 @@ class Case:
 
 @pytest.fixture(scope="session")
 def kernels(triton) -> SimpleNamespace:
-    from tests.kernels import plain
+    from tests.kernels.products import plain
     from toolkit.kernels.triton import ahead
     from toolkit.kernels.triton.products import epilogue, grouped, grouped_layout, matmul
 

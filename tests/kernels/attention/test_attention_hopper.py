@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.combinations import pairwise
-from tests.kernels.test_attention import FP8, NAN, Case, assert_close, make
+from tests.kernels.attention.test_attention import FP8, NAN, Case, assert_close, make
 from toolkit.kernels import reference
 
 gpu = pytest.mark.gpu

@@ -25,7 +25,7 @@ from toolkit.weights.quantization import quantized
 from toolkit.weights.source import Source
 from toolkit.weights.weight import StackableWeight
 
-QUANTIZED = Path(__file__).parents[1] / "weights" / "quantized"
+QUANTIZED = Path(__file__).parents[2] / "weights" / "quantized"
 LAYERS = {
     "gptq-4bit-g128": "GroupedWeight",
     "gptq-v2-4bit-g64-asym": "GroupedWeight",

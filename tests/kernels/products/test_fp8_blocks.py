@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.combinations import pairwise
-from tests.kernels.test_epilogue import add_delta, make_delta
-from tests.kernels.test_lora import expected_delta, make_factors
+from tests.kernels.products.test_epilogue import add_delta, make_delta
+from tests.kernels.products.test_lora import expected_delta, make_factors
 from toolkit.kernels import reference
 
 NAN = float("nan")

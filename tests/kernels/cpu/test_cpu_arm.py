@@ -16,7 +16,7 @@ from toolkit.kernels import cpu
 from toolkit.kernels.cpu.library import PATH
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "kernels" / "cpu"
+SOURCES = HERE.parents[2] / "kernels" / "cpu"
 CROSS, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 MISSING = [tool for tool in (CROSS, EMULATOR, "g++") if shutil.which(tool) is None]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.combinations import pairwise
-from tests.kernels.test_epilogue import random_int4
+from tests.kernels.products.test_epilogue import random_int4
 
 SLOTS = 4
 FEW_PROGRAMS = 5  # for the interpreter, which takes a millisecond for each

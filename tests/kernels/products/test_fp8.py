@@ -55,7 +55,7 @@ def values(device: torch.device | str = "cpu") -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_numbers_are_converted_exactly(triton, device, dtype):
-    from tests.kernels.conversions import converted
+    from tests.kernels.products.conversions import converted
 
     table = numbers()
     codes = torch.cat((table, table[:3])).to(device, torch.float32)  # 2^8 numbers
