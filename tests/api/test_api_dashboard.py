@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.server import Server, until
-from toolkit.api.http.tracing import Tracer
+from toolkit.api.http.layers.tracing import Tracer
 from toolkit.engine.request_stats import RequestStats
 from toolkit.metrics import machine
 from toolkit.metrics.machine import GPUMetrics

@@ -15,9 +15,9 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from toolkit.api.http.connection import ConnectionPool
-from toolkit.api.http.kept_connection import KeptConnection
-from toolkit.api.http.last_will import NO_SLOT, SLOT_BYTES, Slot, State
+from toolkit.api.http.connections.connection import ConnectionPool
+from toolkit.api.http.connections.kept_connection import KeptConnection
+from toolkit.api.http.connections.last_will import NO_SLOT, SLOT_BYTES, Slot, State
 from toolkit.api.http.streaming import DONE, LOST_WORKER, EventStream
 from toolkit.serving import kept_connections
 from toolkit.serving.kept_connections import Ended, KeptConnections

@@ -24,7 +24,7 @@ from tests import checkpoints
 from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
 from tests.server import START_TIMEOUT, Process, Server, free_port, gone, until
 from toolkit import LLM
-from toolkit.api.http.listener import bind
+from toolkit.api.http.connections.listener import bind
 from toolkit.config import EngineConfig, LoRAConfig, ServerConfig
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.serving import lifecycle

@@ -9,12 +9,12 @@ from starlette.responses import Response
 from toolkit.api.admin import adapters, health, metrics, operation
 from toolkit.api.anthropic import messages
 from toolkit.api.http.error_bodies import error_response, unreadable, validation_error
-from toolkit.api.http.gate import CLIENT_CLOSED_REQUEST, Gate
+from toolkit.api.http.layers.gate import CLIENT_CLOSED_REQUEST, Gate
+from toolkit.api.http.layers.tracing import Tracer
 from toolkit.api.http.openapi import DOCS_FILES, describe, serve_docs_from_memory
 from toolkit.api.http.routes import RouteTable
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import ClientDisconnectedError
-from toolkit.api.http.tracing import Tracer
 from toolkit.api.openai import chat, completions, models, responses, tokenize
 from toolkit.api.pooling import embeddings, score
 from toolkit.errors import ToolkitError

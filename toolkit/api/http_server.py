@@ -10,12 +10,12 @@ from typing import Any
 import uvicorn
 
 from toolkit.api.app import make_app
-from toolkit.api.http.connection import Connection, ConnectionPool
-from toolkit.api.http.kept_connection import KeptConnection
-from toolkit.api.http.last_will import Slot
-from toolkit.api.http.listener import Acceptor, max_connections, tls
+from toolkit.api.http.connections.connection import Connection, ConnectionPool
+from toolkit.api.http.connections.kept_connection import KeptConnection
+from toolkit.api.http.connections.last_will import Slot
+from toolkit.api.http.connections.listener import Acceptor, max_connections, tls
+from toolkit.api.http.layers.tracing import Tracer
 from toolkit.api.http.service import Service
-from toolkit.api.http.tracing import Tracer
 
 CLOSE_TIMEOUT = 10.0  # seconds for clients to read the end of their responses
 KEEP_ALIVE = 75  # seconds until an idle connection is closed

@@ -17,8 +17,8 @@ from typing import NoReturn
 
 import uvloop
 
-from toolkit.api.http.last_will import NO_SLOT, Slot
-from toolkit.api.http.listener import CONNECTIONS_PER_TURN, RETRY_INTERVAL
+from toolkit.api.http.connections.last_will import NO_SLOT, Slot
+from toolkit.api.http.connections.listener import CONNECTIONS_PER_TURN, RETRY_INTERVAL
 from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.api.http.service import Service
 from toolkit.api.http_server import HTTPServer

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from toolkit import plugins
-from toolkit.api.http.listener import tls
+from toolkit.api.http.connections.listener import tls
 from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.errors import ConfigError

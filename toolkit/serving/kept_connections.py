@@ -10,8 +10,8 @@ import socket
 from collections import deque
 from dataclasses import dataclass, field
 
-from toolkit.api.http.last_will import NO_SLOT, SLOT_BYTES, Slot, State
-from toolkit.api.http.listener import RESERVED_FILES
+from toolkit.api.http.connections.last_will import NO_SLOT, SLOT_BYTES, Slot, State
+from toolkit.api.http.connections.listener import RESERVED_FILES
 
 MAX_CONNECTIONS = 2**16  # of a worker; its further ones are not kept
 

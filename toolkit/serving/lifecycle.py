@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from toolkit.api.http.listener import listen, raise_file_limit
+from toolkit.api.http.connections.listener import listen, raise_file_limit
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.logs import LogStyle
 from toolkit.serving.checks import check_server_settings

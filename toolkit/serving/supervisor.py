@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
-from toolkit.api.http.listener import Acceptor
+from toolkit.api.http.connections.listener import Acceptor
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import find_folders
 from toolkit.engine.cores.core_client import CoreClient, describe_exit, wait_until_ready

@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
-from toolkit.api.http.limits import check_queue
+from toolkit.api.http.layers.limits import check_queue
 from toolkit.api.http.service import Service
 from toolkit.api.openai.generation import AnswerGroup, check_num_logprobs
 from toolkit.api.openai.schemas import ChatRequest, CompletionRequest

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolkit.api.http.limits import check_queue
+from toolkit.api.http.layers.limits import check_queue
 from toolkit.api.http.service import Service
 from toolkit.api.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from toolkit.engine.input_processor import Prompt

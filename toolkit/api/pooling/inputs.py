@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from fastapi import Request
 
-from toolkit.api.http.limits import check_queue
+from toolkit.api.http.layers.limits import check_queue
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import while_connected
 from toolkit.engine.async_llm import LONG_TEXT

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from toolkit.api.http.connections.listener import RAISE_LIMIT, Spells
 from toolkit.api.http.error_bodies import error_body
-from toolkit.api.http.listener import RAISE_LIMIT, Spells
 from toolkit.errors import InvalidRequestError, ToolkitError
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from tests.api.test_api_errors import check_error
 from tests.checkpoints import make_tokenizer
 from tests.server import Server
 from toolkit.api.http.body_fields import _Request
-from toolkit.api.http.limits import check_shape
+from toolkit.api.http.layers.limits import check_shape
 from toolkit.api.http.service import Service
 from toolkit.api.openai import conversation
 from toolkit.api.openai.answer_parts import AnswerPlan

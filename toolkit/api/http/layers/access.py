@@ -5,15 +5,15 @@ from contextlib import AbstractContextManager, nullcontext
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.api.http.error_bodies import error_response
-from toolkit.api.http.limits import (
+from toolkit.api.http.layers.limits import (
     Admission,
     BodyMemory,
     BodyTimeoutError,
     IncomingBody,
     check_length,
 )
+from toolkit.api.http.layers.security import Keys, Role, check_admin, missing_key
 from toolkit.api.http.routes import Access
-from toolkit.api.http.security import Keys, Role, check_admin, missing_key
 from toolkit.api.http.service import Service
 from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitError
 

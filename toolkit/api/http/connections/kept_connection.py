@@ -11,8 +11,8 @@ from typing import Any
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from toolkit.api.http.connection import Connection, last_response
-from toolkit.api.http.last_will import Slot, State
+from toolkit.api.http.connections.connection import Connection, last_response
+from toolkit.api.http.connections.last_will import Slot, State
 from toolkit.api.http.streaming import LAST_WILL, LOST_WORKER
 
 _UNANSWERED = last_response(LOST_WORKER.status, LOST_WORKER)

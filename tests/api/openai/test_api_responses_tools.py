@@ -14,7 +14,7 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
 from tests import checkpoints
-from tests.api.test_api_structured import SCHEMAS, TEMPLATE, WEATHER
+from tests.api.openai.test_api_structured import SCHEMAS, TEMPLATE, WEATHER
 from tests.server import Server, until
 
 TOOLS: Any = [

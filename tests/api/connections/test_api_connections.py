@@ -17,9 +17,10 @@ import pytest
 import uvloop
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from toolkit.api.http import connection, limits
-from toolkit.api.http.limits import BodiesTooLargeError, BodyMemory
-from toolkit.api.http.listener import Acceptor
+from toolkit.api.http.connections import connection
+from toolkit.api.http.connections.listener import Acceptor
+from toolkit.api.http.layers import limits
+from toolkit.api.http.layers.limits import BodiesTooLargeError, BodyMemory
 from toolkit.api.http.service import Service
 from toolkit.api.http_server import HTTPServer
 from toolkit.config import ServerConfig

@@ -7,15 +7,15 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from toolkit.api.http.access import AccessControl
-from toolkit.api.http.cors import with_cors
 from toolkit.api.http.error_bodies import error_response, speaks_anthropic, status_of
-from toolkit.api.http.request_log import log_request
+from toolkit.api.http.layers.access import AccessControl
+from toolkit.api.http.layers.cors import with_cors
+from toolkit.api.http.layers.request_log import log_request
+from toolkit.api.http.layers.security import SECURITY_HEADERS, STRICT_TRANSPORT
+from toolkit.api.http.layers.tracing import Tracer
 from toolkit.api.http.routes import Access, RouteTable
-from toolkit.api.http.security import SECURITY_HEADERS, STRICT_TRANSPORT
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import SERVER_SEND, ClientDisconnectedError
-from toolkit.api.http.tracing import Tracer
 from toolkit.engine.request_stats import RequestStats, current_stats
 from toolkit.metrics import HTTPMetrics
 

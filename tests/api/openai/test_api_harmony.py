@@ -31,7 +31,7 @@ from toolkit.engine.outputs import Delta
 from toolkit.sampling.params import SamplingParams
 from toolkit.text.harmony import HarmonyFormat
 
-EXAMPLE = Path(__file__).parents[1] / "plugins" / "example"  # its processor dictates an answer
+EXAMPLE = Path(__file__).parents[2] / "plugins" / "example"  # its processor dictates an answer
 ASK: Any = [{"role": "user", "content": "Weather?"}]
 WEATHER: dict[str, Any] = {
     "type": "object",

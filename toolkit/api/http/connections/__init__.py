@@ -1,0 +1,1 @@
+"""Connections: uvicorn's with limits, and those that outlive a worker."""

@@ -1,0 +1,1 @@
+"""Layers around the routes: access, limits, logs."""
