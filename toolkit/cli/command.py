@@ -91,7 +91,7 @@ def given_settings(
 
 
 def _positional(rows: list[Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the positional arguments by setting: in order, those whose flag is not given.
+    """Return the positional arguments by setting. They fill settings without a flag, in order.
 
     A single argument with spaces is the prompt, if that has no flag and no such path exists. Raises
     ConfigError if arguments are left."""

@@ -80,7 +80,7 @@ class Estimate:
 
     @property
     def _at_start(self) -> int:
-        """Bytes that a start takes besides weights and cache. Only on a GPU it runs a step."""
+        """Bytes that a start takes for all but weights and cache: on a GPU, it runs a step."""
         return self.step if self.device.kind == "cuda" else CPU_RUNTIME
 
     @property

@@ -62,7 +62,7 @@ class GPUActive:
             used[2 : 2 + len(found)] -= 1  # kernels count slots from 0
 
     def of_rows(self, slot: int, num_rows: int, device: torch.device) -> StepAdapters | None:
-        """Return the adapter of rows of one request. None: it has none."""
+        """Return the adapters of a step whose rows are all of one request. None: it has none."""
         if slot == BASE:
             return None
         # One copy and no kernel: kernels read this early. Both begin at 16 bytes, as in a step.
