@@ -108,7 +108,7 @@ def require_on_hub(name: str) -> None:
         with hub_errors(name, None):
             from huggingface_hub import model_info
 
-            model_info(name)
+            model_info(split_name(name)[0])
     except HubUnreachableError as unreachable:
         raise not_found(name, None, unreachable) from None
 

@@ -75,6 +75,7 @@ def test_config_show_json_has_values_and_origins(show, tmp_path):
         ("chat", ["gpt2"], "gpt2", None),
         ("chat", ["two words"], "of TK_MODEL", "two words"),
         ("chat", ["a folder"], "a folder", None),
+        ("chat", ["~/a folder"], "~/a folder", None),
         ("chat", ["gpt2", "hi"], "gpt2", "hi"),
         ("chat", ["--model", "gpt2", "hi"], "gpt2", "hi"),
         ("chat", ["--model", "gpt2", "two words"], "gpt2", "two words"),
@@ -85,10 +86,18 @@ def test_config_show_json_has_values_and_origins(show, tmp_path):
 )
 def test_arguments_fill_settings_without_a_flag(show, tmp_path, command, arguments, model, prompt):
     (tmp_path / "a folder").mkdir()
-    done = show("--command", command, "--json", *arguments, TK_MODEL="of TK_MODEL")
+    variables = {"TK_MODEL": "of TK_MODEL", "HOME": str(tmp_path)}
+    done = show("--command", command, "--json", *arguments, **variables)
     assert done.returncode == 0, done.stderr
     settings = json.loads(done.stdout)[command]
     assert (settings["model"]["value"], settings["prompt"]["value"]) == (model, prompt)
+
+
+def test_config_show_takes_repeatable_arguments_as_flags_or_words(show):
+    for words in (["--url", "a", "--url", "b"], ["a", "b"]):
+        done = show("--command", "top", "--json", *words)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["top"]["url"] == {"value": ["a", "b"], "origin": "--url"}
 
 
 def test_config_show_with_origins_is_a_settings_file(show, tmp_path):

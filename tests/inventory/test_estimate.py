@@ -121,22 +121,28 @@ def test_int8_weights_take_a_quarter_including_the_head():
     assert 3.5 < unquantized.weights / result.weights < 4.0
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(("name", "ends"), [("attention", False), ("ends", True), ("tied", True)])
-def test_slots_of_adapters_on_a_gpu_are_counted(checkpoint, tmp_path, name: str, ends: bool):
-    one = Adapter(name, tmp_path)
+def test_slots_of_adapters_on_a_gpu_are_counted(
+    checkpoint, tmp_path, name: str, ends: bool, stages: int
+):
+    one, split = Adapter(name, tmp_path), {"pipeline_parallel_size": stages}
     folder = checkpoint(one.base)
-    config = settings(lora_modules=[f"{name}={one.folder}"], max_loras=3, max_lora_rank=20)
-    model = build_model(
-        load_config(folder, config.model),
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        max_model_len=64,
-    )
+    adapters = {"lora_modules": [f"{name}={one.folder}"], "max_loras": 3, "max_lora_rank": 20}
+    with parallel(SINGLE, Stage(0, stages)):  # the last has as many slots
+        model = build_model(
+            load_config(folder),
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            max_model_len=64,
+        )
     kernels = SimpleNamespace(rank_block=16)
-    adapters = Adapters(model, model, 20, 3, torch.bfloat16, kernels, ends=ends)
+    added = Adapters(model, model, 20, 3, torch.bfloat16, kernels, ends=ends)
     read = read_folder(folder, "model")
-    with_slots, without = (estimate(read, one, H200) for one in (config, settings()))
-    slots = sum(weight.nbytes for weight in adapters._weights)
+    with_slots, without = (
+        estimate(read, settings(**split, **more), H200) for more in (adapters, {})
+    )
+    slots = sum(weight.nbytes for weight in added._weights)
     # A is counted once for GPT-2's fused q, k and v, which have three.
     error = 0.1 if name == "tied" else 0.02
     assert with_slots.weights - without.weights == pytest.approx(slots, rel=error)
@@ -367,6 +373,13 @@ class TestWellKnownModels:
         norms = (2 * 32 + 1) * 4096
         scales = 4 * 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)  # fp32, one for each row
         assert result.weights == (8_030_261_248 - tables - norms) + 2 * (tables + norms) + scales
+
+    def test_slots_of_adapters_do_not_move_layers_to_other_stages(self, tmp_path):
+        model, split = shape_of("qwen3-0.6b", tmp_path / "qwen"), {"pipeline_parallel_size": 2}
+        plain, adapted = (
+            estimate(model, settings(**split, **more), H200) for more in ({}, {"enable_lora": True})
+        )
+        assert adapted.block_bytes == plain.block_bytes
 
     def test_gpu_memory_of_other_programs_is_subtracted(self, tmp_path):
         model = shape_of("qwen3-0.6b", tmp_path / "qwen")

@@ -194,6 +194,16 @@ def test_dry_run_refuses_what_a_server_refuses(
     assert message in found[1]
 
 
+def test_dry_run_accepts_what_a_start_downloads(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.model_info", asked.append)
+    given = {"lora_modules": ["one=some/adapter"], "allow_runtime_lora": True}
+    assert dry_run(settings(**given, tokenizer="some/model:Q4_K_M"), as_json=False) == 0
+    assert asked == ["some/model", "some/adapter"]
+
+
 def test_dry_run_accepts_what_a_start_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     given = {"quantization": "int8", "dtype": "bfloat16", "tensor_parallel_size": 2}

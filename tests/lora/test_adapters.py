@@ -329,6 +329,21 @@ def test_factors_are_finite_in_the_type_of_the_products(
         read_adapter("mine", folder, 64, dtype)
 
 
+def test_the_head_may_have_the_name_of_gpt_neox(adapter, checkpoint, tmp_path):
+    one: Adapter = adapter("ends")
+    folder = copied(one, tmp_path)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".lm_head." in name]:
+            tensors[name.replace("lm_head", "embed_out")] = tensors.pop(name)
+
+    change_tensors(rename)(folder)
+    llm = engine(checkpoint(one.base), {"mine": folder})
+    given = tokens(generate(llm, [PROMPT], ["mine"]))
+    llm.shutdown()
+    assert given == [one.greedy(PROMPT, COUNT)]
+
+
 @pytest.mark.parametrize("problem", BROKEN)
 def test_broken_adapters_are_refused_by_name(adapter, checkpoint, tmp_path, problem):
     folder = copied(adapter("attention"), tmp_path)

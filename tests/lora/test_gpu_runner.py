@@ -13,7 +13,7 @@ from tests.lora.test_adapters import PROMPT, engine, generate, tokens
 from toolkit import LoRARequest
 from toolkit.errors import ToolkitError
 from toolkit.kernels.table import Kernels
-from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
+from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedTable, GPUAdaptedWeight
 from toolkit.lora.peft import Pair
 from toolkit.lora.weight import Part
 from toolkit.weights.kinds.plain import PlainWeight
@@ -31,6 +31,27 @@ def test_adapters_in_use_are_numbered_by_first_appearance():
     ):
         active.pack(np.array(slots, np.int32), index, used)
         assert (index.tolist(), used.tolist()) == expected
+
+
+def test_the_adapter_of_rows_takes_one_copy_to_addresses_of_16_bytes():
+    """A kernel's result might not be there when the next kernel reads it before its wait."""
+    active = GPUActive(num_slots=4, rank_block=16)
+    active.place(2, 40)
+    used, places, requests = active.of_rows(2, 5, torch.device("cpu"))
+    assert (used.tolist(), places.tolist(), requests.tolist()) == ([1, 3, 1], [0] * 5, [0] * 5)
+    assert used.untyped_storage().data_ptr() == places.untyped_storage().data_ptr()
+    assert used.storage_offset() % 4 == places.storage_offset() % 4 == 0
+
+
+def test_a_rank_without_tokens_has_an_empty_part_of_a_table():
+    kernels = SimpleNamespace(rank_block=16)
+    table = GPUAdaptedTable(
+        PlainWeight(torch.zeros(0, 6)), GPUActive(1, 16), [6], 16, torch.float32, kernels, columns=0
+    )
+    pair = Pair(torch.randn(4, 0), torch.randn(6, 4))
+    table.place(1, table.pack_parts([Part(slice(0, 6), pair)]))
+    torch.testing.assert_close(table._up[0, :, :4], pair.up)
+    assert table._low.shape == (1, 16, 0)
 
 
 def test_a_slot_holds_the_factors_of_its_adapter_only():

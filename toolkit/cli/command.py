@@ -91,11 +91,12 @@ def given_settings(
 
 
 def _positional(rows: list[Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the positional arguments by setting: in order, those whose flag is not given.
+    """Return the positional arguments by setting. They fill settings without a flag, in order.
 
     A single argument with spaces is the prompt, if that has no flag and no such path exists. Raises
     ConfigError if arguments are left."""
-    arguments = [given.get(f"{row.name}_argument") for row in rows]
+    found = [given.get(f"{row.name}_argument") for row in rows]
+    arguments = [None if value in ([], ()) else value for value in found]  # repeatable, not given
     values = [value for value in arguments if value is not None]
     names = [row.name for row in rows if given.get(row.name) is None]
     if len(values) > len(names):
@@ -111,7 +112,7 @@ def _positional(rows: list[Option], given: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "prompt" in names and len(values) == 1:
         text = str(values[0])
-        if len(text.split()) > 1 and not os.path.exists(text):
+        if len(text.split()) > 1 and not os.path.exists(os.path.expanduser(text)):
             names = ["prompt"]
     return dict(zip(names, values, strict=False))
 

@@ -80,7 +80,7 @@ class Estimate:
 
     @property
     def _at_start(self) -> int:
-        """Bytes that a start takes besides weights and cache. Only on a GPU it runs a step."""
+        """Bytes that a start takes for all but weights and cache: on a GPU, it runs a step."""
         return self.step if self.device.kind == "cuda" else CPU_RUNTIME
 
     @property
@@ -317,10 +317,16 @@ def _stages(
     """Return (bytes of one rank's weights without padding, number of layers) of each stage."""
     count, layers = engine.parallel.pipeline_parallel_size, len(checkpoint.attention)
     is_tied = bool(checkpoint.config.tie_word_embeddings)
-    nbytes = _tensor_bytes(checkpoint.packings, is_tied, engine, dtype, device)
+    plain = dataclasses.replace(engine, lora=LoRAConfig())
+    nbytes, base_nbytes = (
+        _tensor_bytes(checkpoint.packings, is_tied, one, dtype, device) for one in (engine, plain)
+    )
     parameters = list(checkpoint.parameters)
+    heads = [one for one in parameters if one.kind == ("embedding" if is_tied else "head")]
     if count == 1:
-        return [(sum(map(nbytes, parameters)), layers)]
+        # A tied head has no weight, but slots of its own.
+        slots = sum(nbytes(head) - base_nbytes(head) for head in heads if is_tied)
+        return [(sum(map(nbytes, parameters)) + slots, layers)]
     if not isinstance(checkpoint.description, Decoder):
         kind = "models that run through Transformers" if layers else "encoders"
         raise ConfigError(
@@ -328,11 +334,7 @@ def _stages(
             param="pipeline_parallel_size",
         )
     layer_bytes, first, last = dict.fromkeys(range(layers), 0), 0, 0
-    (head,) = (
-        nbytes(parameter)
-        for parameter in parameters
-        if parameter.kind == ("embedding" if is_tied else "head")
-    )
+    (head,) = heads
     for parameter in parameters:
         if parameter.layer is not None:
             layer_bytes[parameter.layer] += nbytes(parameter)
@@ -341,8 +343,9 @@ def _stages(
         else:
             last += nbytes(parameter)
     if is_tied:
-        last += head
-    counts = split_layers(layers, count, layer_bytes[layers - 1], head)
+        last += nbytes(head)
+    last_layer = sum(base_nbytes(one) for one in parameters if one.layer == layers - 1)
+    counts = split_layers(layers, count, last_layer, base_nbytes(head))
     begins = [sum(counts[:index]) for index in range(count)]
     weights = [
         sum(layer_bytes[i] for i in range(begin, begin + n))
@@ -389,8 +392,6 @@ def _tensor_bytes(
         rows, columns = parameter.size // parameter.columns, parameter.columns
         stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)
         slots = slot_bytes * (rows + columns) if parameter.kind in adapted else 0
-        if is_tied and parameter.kind == "embedding":
-            slots *= 2  # those of the output head, too
         return -(-stored // num_ranks) + slots
 
     return nbytes

@@ -191,6 +191,8 @@ class Adapters:
     def _find(module: str, known: Collection[str]) -> str | None:
         """Return a projection's name in the checkpoint, which may lack the first parts."""
         parts = module.split(".")
+        if parts[-1] == "embed_out":  # GPT-NeoX's name of the head
+            parts[-1] = "lm_head"
         names = (".".join(parts[begin:]) for begin in range(len(parts)))
         return next((name for name in names if name in known), None)
 

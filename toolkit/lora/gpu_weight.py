@@ -62,12 +62,16 @@ class GPUActive:
             used[2 : 2 + len(found)] -= 1  # kernels count slots from 0
 
     def of_rows(self, slot: int, num_rows: int, device: torch.device) -> StepAdapters | None:
-        """Return the adapter of rows of one request. None: it has none."""
+        """Return the adapters of a step whose rows are all of one request. None: it has none."""
         if slot == BASE:
             return None
-        used = torch.tensor([1, self._blocks[slot], slot - 1], dtype=torch.int32, device=device)
-        places = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        return StepAdapters(used, places, places)
+        # One copy and no kernel: kernels read this early. Both begin at 16 bytes, as in a step.
+        padded = -(-num_rows // 4) * 4
+        packed = torch.zeros(padded + 3, dtype=torch.int32, device="cpu")
+        packed[padded:] = torch.tensor([1, self._blocks[slot], slot - 1], device="cpu")
+        packed = packed.to(device)
+        places = packed[:num_rows]
+        return StepAdapters(packed[padded:], places, places)
 
     @contextmanager
     def during(self, step: StepAdapters | None, *, keeps_all: bool = True) -> Iterator[None]:
@@ -110,7 +114,7 @@ class GPUAdaptedWeight(Adapted):
         A, if they are not the weight's."""
         super().__init__(base)
         self._active, self._kernels = active, kernels
-        rows, columns = sum(parts), columns or base.shape[1]
+        rows, columns = sum(parts), base.shape[1] if columns is None else columns
         self._columns = columns
         block = kernels.rank_block
         self._rank, self._block = -(-max_rank // block) * block, block
@@ -159,8 +163,9 @@ class GPUAdaptedWeight(Adapted):
         if rank < self._rank:
             self._low[at].zero_()
             self._up[at].zero_()
-        parts = len(self._places), -1, self._columns
-        self._low[at].view(parts)[:, :rank].copy_(low.view(parts), non_blocking=True)
+        num_parts, columns = len(self._places), self._columns
+        low = low.view(num_parts, rank, columns)
+        self._low[at].view(num_parts, self._rank, columns)[:, :rank].copy_(low, non_blocking=True)
         self._up[at, :, :rank].copy_(up, non_blocking=True)
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:

@@ -210,7 +210,9 @@ class SlotSize(NamedTuple):
 
 
 def slot_size(folders: Mapping[str, Path], max_rank: int | None) -> SlotSize:
-    """Return the size that these adapters need, by their names. max_rank: if it is given.
+    """Return the size of slots that these adapters need, which are folders by name.
+
+    max_rank: of slots, instead of the highest rank of these.
 
     Raises CheckpointError for files that are missing, broken or unsupported."""
     ranks, ends = [LEAST_MAX_RANK], False
@@ -234,7 +236,7 @@ def _read_tensors(path: Path, fail: Fail) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _explained(folder: Path, fail: Fail) -> Iterator[None]:
-    """Raise errors in the file of tensors as those of the adapter, which name its folder."""
+    """Raise errors of the file of tensors as errors of the adapter."""
     try:
         yield
     except CheckpointError as error:

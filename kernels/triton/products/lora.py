@@ -311,7 +311,7 @@ def _shrink_kernel(
     share = tl.cdiv(in_features, STEP * splits) * STEP
     splits = tl.cdiv(in_features, share)
     items = tl.where(num_used > 0, tiles * some * num_parts * most * splits, 0)
-    # What does not depend on x is found before it is there.
+    # Found before x is there, since it does not depend on x.
     split, slot, rank, token, own, live = _locate(
         tl.minimum(program, tl.maximum(items - 1, 0)),
         splits,

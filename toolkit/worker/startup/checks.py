@@ -19,7 +19,7 @@ from toolkit.worker.startup.setup import Place, Setup, read_setup
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """Loaders of a model and its drafter, whose settings have been checked. Logits processors."""
+    """Loaders of a model and its drafter, and logits processors. All settings are checked."""
 
     model: ModelLoader
     speculation: Speculation | None
