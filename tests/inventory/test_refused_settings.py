@@ -198,9 +198,11 @@ def test_dry_run_accepts_what_a_start_accepts(folder: Path, monkeypatch: pytest.
     monkeypatch.chdir(folder)
     given = {"quantization": "int8", "dtype": "bfloat16", "tensor_parallel_size": 2}
     more = adapter("good") | {"attention_backend": "cpu", "kv_cache_dtype": "fp8"}
+    runtime = {"lora_modules": ("one=org/adapter",), "allow_runtime_lora": True}
+    monkeypatch.setattr("toolkit.hub.require_on_hub", lambda name: None)
     long_steps = {"max_num_batched_tokens": 10**8}
     drafters = (drafter_with("draft_model", "model"), drafter_with("ngram", None))
-    for one in (given, more, long_steps, *drafters):
+    for one in (given, more, runtime, long_steps, *drafters):
         assert dry_run(settings(**one), as_json=False) == 0
 
 

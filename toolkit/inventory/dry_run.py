@@ -75,7 +75,11 @@ def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
     require_lora_dir(engine.lora.lora_dir)
     if is_plain:
         return  # without importing torch
-    settings = {"lora_modules": _local_adapters(engine), "enable_lora": engine.lora.is_enabled}
+    settings = {
+        "lora_modules": _local_adapters(engine),
+        "enable_lora": engine.lora.is_enabled,
+        "allow_runtime_lora": False,
+    }
     folder = found.folder or _described(engine.model.model, engine.model.revision)
     has_weights = found.folder is not None
     if wanted is not None and wanted.model is not None:

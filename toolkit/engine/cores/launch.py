@@ -40,6 +40,7 @@ class Launch:
             device="cpu" if info.device == "cpu" else "cuda",
             lora_modules=(),
             enable_lora=self.config.lora.is_enabled,
+            allow_runtime_lora=False,  # front ends do this
             max_lora_rank=info.max_lora_rank or None,
         )
         return replace(self, config=config, adapters=tuple(info.adapters))
