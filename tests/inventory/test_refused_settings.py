@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
         {"enable_expert_parallel": True, "tensor_parallel_size": 2},
         r"has no experts that tk splits\. Leave it out\.$",
     ),
+    "unknown to Transformers": ({"model": "unknown"}, "has no model_type 'zzz'"),
     "adapters": (
         {"model_impl": "transformers", "enable_lora": True},
         "--model-impl transformers cannot be combined with LoRA adapters",
@@ -94,6 +95,12 @@ def folder(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     save(bert(), bert_tokenizer(), folder / "encoder")
     scorer = bert("BertForSequenceClassification", num_labels=1)
     save(scorer, bert_tokenizer(), folder / "scorer")
+    (folder / "unknown").mkdir()
+    for file in model.iterdir():
+        (folder / "unknown" / file.name).symlink_to(file)
+    content = json.loads((model / "config.json").read_text()) | {"model_type": "zzz"}
+    (folder / "unknown" / "config.json").unlink()
+    (folder / "unknown" / "config.json").write_text(json.dumps(content))
     save_adapter(folder / "good", size)
     save_adapter(folder / "dora", size, use_dora=True)
     save_adapter(folder / "foreign", size + 1)
