@@ -113,6 +113,8 @@ complete -c tk -n "__tk_at 'tk serve'" -l no-allow-runtime-lora -d 'Let operator
 complete -c tk -n "__tk_at 'tk serve'" -l max-loras -x -d 'Most adapters in one step'
 complete -c tk -n "__tk_at 'tk serve'" -l max-cpu-loras -x -d 'Most adapters in the host\'s memory'
 complete -c tk -n "__tk_at 'tk serve'" -l max-lora-rank -x -d 'Highest rank of an adapter'
+complete -c tk -n "__tk_at 'tk serve'" -l lora-embeddings -d 'Accept adapters that change embeddings or the output head'
+complete -c tk -n "__tk_at 'tk serve'" -l no-lora-embeddings -d 'Accept adapters that change embeddings or the output head'
 complete -c tk -n "__tk_at 'tk serve'" -l speculative-config -x -d 'Guess tokens and verify several in one step, as a JSON object: {"method": "ngram"} looks for the last tokens earlier in the text'
 complete -c tk -n "__tk_at 'tk serve'" -l logits-processors -x -d 'Logits processor that requests may ask for with vllm_xargs, next to those of installed packages'
 complete -c tk -n "__tk_at 'tk serve'" -l strict-plugins -d 'Refuse to start if a plug-in of an installed package is broken'

@@ -145,6 +145,9 @@ async def test_model_switches_to_a_listed_model(server, connect, screen):
     assert "* fake" in screen.stderr
     await handle_line(session, "/model other/modle")
     assert "Did you mean other/model?" in screen.stderr
+    server.models.extend({"id": f"adapter{number}"} for number in range(8))
+    await handle_line(session, "/model none")
+    assert "adapter5, 2 more (/model)." in " ".join(screen.stderr.split())
     await handle_line(session, "/model other/model")
     await handle_line(session, "Hi")
     assert server.bodies[-1]["model"] == "other/model"

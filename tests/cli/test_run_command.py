@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from tests import checkpoints
 
@@ -54,7 +58,18 @@ def test_run_without_a_prompt_is_an_error_of_one_line(checkpoint, tk_here):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("tk: There is no prompt")
+    assert " is taken as the model; see --prompt." in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # by the locale
+def test_piped_bytes_that_are_not_text_are_refused(tk_here, monkeypatch, command, errors):
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors)
+    monkeypatch.setattr("toolkit.console.sys", SimpleNamespace(stdin=piped))
+    done = tk_here(command, "--model", "none", "who?")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "tk: Standard input is not UTF-8 text.\n"
 
 
 def test_unknown_model_error_suggests_the_nearest_name(tk_here, tmp_path: Path):

@@ -364,6 +364,9 @@ class TestModels:
         assert rows["sql"]["adapter_of"] == "org/tiny"
         assert rows["tk-demo"]["adapter_of"] is None
         assert re.search(r"^sql +adapter .* of org/tiny$", tk("models").stdout, re.MULTILINE)
+        for content, problem in (("{", "cannot be read"), ("{}", "does not name the base model")):
+            (adapter / "adapter_config.json").write_text(content)
+            assert f"sql: adapter_config.json {problem}." in tk("models").stderr
         served = tk("serve", "./sql")
         assert served.returncode == 2
         assert "--lora-modules sql=" in served.stderr

@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
         {"enable_expert_parallel": True, "tensor_parallel_size": 2},
         r"has no experts that tk splits\. Leave it out\.$",
     ),
+    "unknown to Transformers": ({"model": "unknown"}, "has no model_type 'zzz'"),
     "adapters": (
         {"model_impl": "transformers", "enable_lora": True},
         "--model-impl transformers cannot be combined with LoRA adapters",
@@ -94,6 +95,12 @@ def folder(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     save(bert(), bert_tokenizer(), folder / "encoder")
     scorer = bert("BertForSequenceClassification", num_labels=1)
     save(scorer, bert_tokenizer(), folder / "scorer")
+    (folder / "unknown").mkdir()
+    for file in model.iterdir():
+        (folder / "unknown" / file.name).symlink_to(file)
+    content = json.loads((model / "config.json").read_text()) | {"model_type": "zzz"}
+    (folder / "unknown" / "config.json").unlink()
+    (folder / "unknown" / "config.json").write_text(json.dumps(content))
     save_adapter(folder / "good", size)
     save_adapter(folder / "dora", size, use_dora=True)
     save_adapter(folder / "foreign", size + 1)
@@ -208,9 +215,11 @@ def test_dry_run_accepts_what_a_start_accepts(folder: Path, monkeypatch: pytest.
     monkeypatch.chdir(folder)
     given = {"quantization": "int8", "dtype": "bfloat16", "tensor_parallel_size": 2}
     more = adapter("good") | {"attention_backend": "cpu", "kv_cache_dtype": "fp8"}
+    runtime = {"lora_modules": ("one=org/adapter",), "allow_runtime_lora": True}
+    monkeypatch.setattr("toolkit.hub.require_on_hub", lambda name: None)
     long_steps = {"max_num_batched_tokens": 10**8}
     drafters = (drafter_with("draft_model", "model"), drafter_with("ngram", None))
-    for one in (given, more, long_steps, *drafters):
+    for one in (given, more, runtime, long_steps, *drafters):
         assert dry_run(settings(**one), as_json=False) == 0
 
 

@@ -93,6 +93,9 @@ def test_a_slot_holds_the_factors_of_its_adapter_only():
     assert weight._blocks[1] == 0
 
 
+TORCH = {"attention_backend": "torch"}
+
+
 @pytest.fixture
 def use_gpu_runner(triton_runs, monkeypatch):
     """Return a function that makes engines use the runner and the kernels of a GPU."""
@@ -107,7 +110,7 @@ def use_gpu_runner(triton_runs, monkeypatch):
 
 def answers(checkpoint, folders: dict[str, Path], base: str, names: list[str], **more):
     """Return (class of the runner, answers, log-probabilities of a prompt's tokens)."""
-    settings = {"max_num_batched_tokens": 7, "max_lora_rank": 20, "attention_backend": "torch"}
+    settings = {"max_num_batched_tokens": 7, "max_lora_rank": 20, **TORCH}
     llm = engine(checkpoint(base), folders, **settings | more)
     runner = type(llm._core.executor._worker.runner).__name__
     prompts = [PROMPT[:9], PROMPT[:4], PROMPT[:3]]
@@ -152,10 +155,13 @@ def test_embeddings_and_head_adapt_as_on_a_cpu(
     torch.testing.assert_close(actual[2], expected[2], rtol=0, atol=1e-4)
 
 
-def test_memory_for_embeddings_is_taken_at_the_start_only(adapter, checkpoint, use_gpu_runner):
+def test_memory_for_embeddings_is_taken_if_wanted(adapter, checkpoint, use_gpu_runner):
     use_gpu_runner()
     linear, ends = adapter("attention"), adapter("ends")
-    llm = engine(checkpoint(linear.base), {"linear": linear.folder}, attention_backend="torch")
-    with pytest.raises(ToolkitError, match=r"lm_head, .* Name an adapter that changes it"):
+    llm = engine(checkpoint(linear.base), {"linear": linear.folder}, **TORCH)
+    with pytest.raises(ToolkitError, match=r"lm_head, .* Start with --lora-embeddings"):
         llm.generate([PROMPT], lora_request=LoRARequest("ends", 2, str(ends.folder)))
+    llm.shutdown()
+    llm = engine(checkpoint(linear.base), {}, lora_embeddings=True, enable_lora=True, **TORCH)
+    assert llm.generate([PROMPT], lora_request=LoRARequest("ends", 2, str(ends.folder)))
     llm.shutdown()

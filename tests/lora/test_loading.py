@@ -67,6 +67,8 @@ def test_requests_bring_folders(adapter, checkpoint, tmp_path):
     answers.append(llm.generate(prompts, PARAMS, lora_request=LoRARequest("mine"))[0])
     assert tokens(answers) == [one.greedy(PROMPT, COUNT) for one in (first, second, second)]
     assert [one.num_cached_tokens for one in answers] == [0, 0, 8]
+    deltas = list(llm.stream(prompts[0], PARAMS, lora_request=LoRARequest("mine")))
+    assert [token for one in deltas for token in one.token_ids] == second.greedy(PROMPT, COUNT)
     replace(folder, first.folder)
     llm._core._adapters._adapters.clear()  # as in a core that has started again
     llm._core._adapters._places.clear()

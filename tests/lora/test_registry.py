@@ -72,6 +72,14 @@ def test_paths_are_relative_to_the_directory(root, tmp_path, monkeypatch):
         registry(root).find_at("new", str(tmp_path / "one"))
 
 
+def test_without_a_directory_only_lora_modules_are_loaded(root, monkeypatch):
+    monkeypatch.chdir(root)
+    made = AdapterRegistry(LoRAConfig(lora_modules=("first=./one",), allow_runtime_lora=True))
+    assert made.find_at("new", "./one").folder == str(root / "one")
+    with pytest.raises(InvalidRequestError, match=r"can be loaded again: \./one\.$"):
+        made.find_at("new", "two")
+
+
 def test_messages_list_some_names(root):
     made = registry(root)
     assert made.describe_names("base") == "'base', the folders in --lora-dir"

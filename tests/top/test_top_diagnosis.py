@@ -21,6 +21,7 @@ SETTINGS = {
     "engine": {
         "scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": None},
         "cache": {"enable_prefix_caching": True},
+        "lora": {"max_loras": 2},
     },
     "server": {"api_workers": 1},
     "device": {"device": "cuda:0", "max_num_batched_tokens": 8192},
@@ -63,6 +64,10 @@ def itl(p50, p99):
          "fine", "64 running", ""),
         ({"mean_prompt_rate": 9000.0, "waiting": 4.0, "running": 10.0},
          "prefill", "91%", "raise --max-num-batched-tokens"),
+        ({"running": 9.0, "waiting": 3.0, "adapters": {"a": (6, 1), "b": (3, 0), "c": (0, 2)}},
+         "adapters", "2 waiting for an adapter, 2 adapters are in use", "--max-loras (2 now)"),
+        ({"running": 9.0, "waiting": 3.0, "adapters": {"a": (6, 1), "c": (0, 2)}},
+         "fine", "9 running, 3 waiting", ""),
         ({"gpu_power": 690.0, "gpu_power_limit": 700.0},
          "power", "690 W, its limit is 700 W", "--quantization fp8"),
         ({"cpu_cores": {"server": 0.97}}, "front end", "97% of a core", "--api-workers 2"),

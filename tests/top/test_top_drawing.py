@@ -205,5 +205,7 @@ def test_adapters_with_most_requests_are_shown():
         ("one", "1", ""),
         ("idle", "0", ""),
     ]
+    narrow = overview(View(adapters=counts, cpu_cores={"server": 0.5}), 100, 30)
+    assert "Adapters" in "\n".join("".join(text for text, _ in line) for line in narrow)
     many = overview(View(adapters={f"a{i:02}": (0.0, 0.0) for i in range(9)}), 200, 30)
     assert "and 6 more in memory" in "\n".join("".join(text for text, _ in line) for line in many)

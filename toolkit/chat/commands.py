@@ -149,7 +149,9 @@ async def change_model(session: Session, argument: str) -> None:
         )
         return
     if argument not in models:
-        hint = did_you_mean(argument, models) or f" It lists: {', '.join(list(models)[:8])}."
+        listed, more = list(models)[:8], len(models) - 8
+        known = ", ".join([*listed, f"{more} more (/model)"] if more > 0 else listed)
+        hint = did_you_mean(argument, models) or f" It lists: {known}."
         raise InvalidRequestError(f"The server does not list a model {argument}.{hint}")
     session.model = models[argument]
     session.terminal.note(f"The model is now {argument}.")

@@ -18,6 +18,7 @@ from toolkit.chat.screen.terminal import Terminal, printable
 from toolkit.chat.session import Session
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
+from toolkit.console import read_piped
 from toolkit.errors import ConfigError
 
 
@@ -83,15 +84,10 @@ async def _converse(session: Session, saved: store.SavedConversation | None) -> 
 
 def _read_question(config: ChatConfig) -> str | None:
     """Return the prompt and piped text, joined; None if the chat is interactive."""
-    piped = ""
-    if sys.stdin is not None and not sys.stdin.isatty():
-        try:
-            piped = sys.stdin.read().strip()
-        except UnicodeDecodeError:
-            raise ConfigError("Standard input is not text.") from None
-        if not piped and not config.prompt:
-            raise ConfigError(_no_question(config.model), param="prompt")
-    return printable("\n\n".join(filter(None, [config.prompt, piped]))) or None
+    piped = read_piped()
+    if piped is not None and not piped.strip() and not config.prompt:
+        raise ConfigError(_no_question(config.model), param="prompt")
+    return printable("\n\n".join(filter(None, [config.prompt, (piped or "").strip()]))) or None
 
 
 def _no_question(model: str | None) -> str:

@@ -330,6 +330,11 @@ class LoRAConfig:
         minimum=1,
         maximum=1024,
     )
+    lora_embeddings: bool | None = option(
+        None,
+        "Accept adapters that change embeddings or the output head. On a GPU they need more "
+        "memory. Default: on for a CPU, or if one of --lora-modules changes them.",
+    )
 
     def __post_init__(self) -> None:
         check_all(self)

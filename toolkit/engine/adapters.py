@@ -229,7 +229,8 @@ class AdapterRegistry:
             ) from None
         if not is_allowed:
             allowed = (
-                "Without --lora-dir, only those of --lora-modules can be loaded again"
+                f"Without --lora-dir, only those of --lora-modules can be loaded again: "
+                f"{', '.join(self._config.adapters.values())}"
                 if self._root is None
                 else f"It must be inside {self._root} (--lora-dir)"
             )

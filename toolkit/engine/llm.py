@@ -271,13 +271,18 @@ class LLM:
         return [vectors[state.id] for state in states]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[Delta]:
         """Complete one prompt and yield the output as it grows. Leaving the loop early ends it."""
         text, request = self._inputs.process(
             prompt,
             sampling_params or self.get_default_sampling_params(),
             request_id=str(next(self._ids)),
+            adapter=self.adapters.resolve(lora_request),
         )
         woken: deque[RequestState] = deque()
         state = self._submit(request, text, woken)

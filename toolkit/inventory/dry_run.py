@@ -14,6 +14,7 @@ from toolkit.inventory.console import print_facts, print_json, print_note
 from toolkit.inventory.estimate import DrafterShape, Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
 from toolkit.lora.files import require_lora_dir
+from toolkit.models.describe import External
 from toolkit.units import count, size
 
 
@@ -25,7 +26,7 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
     found = find_checkpoint(engine.model.model, engine.model.revision)
     checkpoint = found.with_overrides(engine.model.overrides)
     device = find_device(engine.device.device, engine.parallel.num_local_devices)
-    _check_settings(found, engine)
+    _check_settings(found, engine, falls_back=_falls_back(checkpoint, engine))
     result = estimate(checkpoint, engine, device, drafter_of(checkpoint, engine))
     if as_json:
         print_json(as_fields(checkpoint.name, result))
@@ -54,8 +55,15 @@ def _find_drafter(model: str, revision: str | None) -> Checkpoint:
         return find_checkpoint(model, revision)
 
 
-def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
-    """Raise ToolkitError for settings that a start refuses.
+def _falls_back(checkpoint: Checkpoint, engine: EngineConfig) -> bool:
+    """Return True if the model would run through Transformers."""
+    if engine.model.model_impl != "auto":
+        return engine.model.model_impl == "transformers"
+    return checkpoint.problem is None and isinstance(checkpoint.description, External)
+
+
+def _check_settings(found: Checkpoint, engine: EngineConfig, *, falls_back: bool) -> None:
+    """Raise ToolkitError for settings, and models of Transformers, that a start refuses.
 
     Models on the hub are checked by their config.json, GGUF files and adapters there not at all."""
     wanted = engine.speculation.drafter
@@ -69,6 +77,7 @@ def _check_settings(found: Checkpoint, engine: EngineConfig) -> None:
         and engine.device.attention_backend == "auto"
         and engine.cache.kv_cache_dtype == "auto"
         and not engine.lora.is_enabled
+        and not falls_back
         and engine.plugins == PluginConfig()
         and wanted is None
     )

@@ -404,10 +404,10 @@ def _slot_size(engine: EngineConfig) -> tuple[int, bool]:
     found = {name: hub.local_adapter(path) for name, path in engine.lora.adapters.items()}
     folders = {name: folder for name, folder in found.items() if folder is not None}
     if not folders:
-        return engine.lora.max_lora_rank or LEAST_MAX_RANK, False
+        return engine.lora.max_lora_rank or LEAST_MAX_RANK, bool(engine.lora.lora_embeddings)
     from toolkit.lora.peft import slot_size
 
-    return slot_size(folders, engine.lora.max_lora_rank)
+    return slot_size(folders, engine.lora)
 
 
 def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:

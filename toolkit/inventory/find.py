@@ -126,11 +126,14 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
 
 def _read_adapter(name: str, folder: Path) -> LocalModel:
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    base, problem = "?", None
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        base, problem = str(config["base_model_name_or_path"] or "?"), None
-    except (OSError, ValueError, TypeError, KeyError):
-        base, problem = "?", f"{CONFIG} does not name the base model"
+        base = str(config["base_model_name_or_path"] or "?")
+    except (OSError, ValueError):
+        problem = f"{CONFIG} cannot be read"
+    except (TypeError, KeyError):
+        problem = f"{CONFIG} does not name the base model"
     return LocalModel(name, folder, size, None, problem, base)
 
 

@@ -50,7 +50,7 @@ class Adapters:
         and the output head, too."""
         self.active = Active() if kernels is None else GPUActive(num_slots, kernels.rank_block)
         self.head_active = Active()  # for the rows that the output head computes
-        self.max_rank = max_rank
+        self.max_rank, self.has_ends = max_rank, ends
         self._dtype = torch.float32 if kernels is None else dtype  # of placed factors
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
         self._ends = {one.name for head in _heads(complete) for one in head.sources}
@@ -141,8 +141,7 @@ class Adapters:
                 raise CheckpointError(
                     f"adapter {name!r} ({folder}): it changes {module}, "
                     + (
-                        "for which no memory was taken at the start. Name an adapter that changes "
-                        "it in --lora-modules."
+                        "for which no memory was taken. Start with --lora-embeddings."
                         if is_end
                         else "which is no linear layer of this model. It may be for another base "
                         "model."

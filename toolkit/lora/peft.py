@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
+from toolkit.config.engine import LoRAConfig
 from toolkit.errors import CheckpointError
 from toolkit.lora.files import CONFIG, LEAST_MAX_RANK, TENSORS, read_file
 from toolkit.weights.loading.safetensors import parse_header, read_header
@@ -209,10 +210,9 @@ class SlotSize(NamedTuple):
     ends: bool  # embeddings and output head, too
 
 
-def slot_size(folders: Mapping[str, Path], max_rank: int | None) -> SlotSize:
-    """Return the size of slots that these adapters need, which are folders by name.
-
-    max_rank: of slots, instead of the highest rank of these.
+def slot_size(folders: Mapping[str, Path], config: LoRAConfig) -> SlotSize:
+    """Return the size of slots that is given, or that these adapters need, which are folders by
+    name.
 
     Raises CheckpointError for files that are missing, broken or unsupported."""
     ranks, ends = [LEAST_MAX_RANK], False
@@ -220,7 +220,8 @@ def slot_size(folders: Mapping[str, Path], max_rank: int | None) -> SlotSize:
         ranks.append(read_config(name, folder).highest_rank)
         with _explained(folder, _failure(name, folder)):
             ends |= any(one.name.endswith(ENDS) for one in read_header(folder / TENSORS))
-    return SlotSize(max_rank or max(ranks), ends)
+    given = config.lora_embeddings
+    return SlotSize(config.max_lora_rank or max(ranks), ends if given is None else given)
 
 
 def _failure(name: str, folder: Path) -> Fail:

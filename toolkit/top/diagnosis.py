@@ -143,6 +143,17 @@ def check_queue(case: ServerCase) -> Diagnosis | None:
     return Diagnosis("queue", 2, text, f"raise --max-num-seqs{_current(limit)}, or add a server")
 
 
+def check_adapters(case: ServerCase) -> Diagnosis | None:
+    """Report requests whose adapters wait for those in use."""
+    limit, adapters = number(case.server, "max_loras"), case.view.adapters.values()
+    used = sum(running > 0 for running, _ in adapters)
+    waiting = sum(waiting for running, waiting in adapters if not running)
+    if limit is None or used < limit or not waiting:
+        return None
+    text = f"{wording.count(waiting)} waiting for an adapter, {used} adapters are in use"
+    return Diagnosis("adapters", 2, text, f"raise --max-loras{_current(limit)}")
+
+
 def check_prefill(case: ServerCase) -> Diagnosis | None:
     """Report prompts that take most of the compute and delay queued requests or next tokens."""
     itl = case.view.latencies.get("ITL")
@@ -201,6 +212,7 @@ RULES: tuple[Callable[[ServerCase], Diagnosis | None], ...] = (
     check_kv_cache,
     check_front_end,
     check_queue,
+    check_adapters,
     check_prefill,
     check_power,
     check_idle,

@@ -22,7 +22,7 @@ NUM_THREADS = 2  # a large adapter does not hold up all others
 def find_slot_size(config: LoRAConfig) -> SlotSize:
     """Return what each slot has room for. Raises CheckpointError for --lora-modules."""
     found = [find_adapter(name, Path(path)) for name, path in config.adapters.items()]
-    return slot_size({one.name: Path(one.folder) for one in found}, config.max_lora_rank)
+    return slot_size({one.name: Path(one.folder) for one in found}, config)
 
 
 class AdapterReader:

@@ -37,6 +37,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     logits_processors: list[Plugin] = []  # that requests may ask for
     adapters: list[Adapter] = []  # of --lora-modules
     max_lora_rank: int = 0  # 0: requests cannot have adapters
+    lora_embeddings: bool = False  # adapters may change embeddings and output head
     most_drafts: int = 0  # drafts that a request may have in a step
     most_step_drafts: int = 0  # that all requests may have in a step; 0: any number
     reads_predictions: bool = False  # the drafter guesses from a request's prediction

@@ -134,6 +134,7 @@ class Worker:
         if loaded.adapters is not None:
             self.runner.adapters = loaded.adapters
             self.info.max_lora_rank = loaded.adapters.max_rank
+            self.info.lora_embeddings = loaded.adapters.has_ends
             with phases("adapters"):
                 self._reader = AdapterReader(loaded.adapters, self.config, self.folder)
                 self.info.adapters = self._reader.read_modules()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from toolkit.engine.cores.launch import StartupPhases, plan_launches
 from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.hardware.devices import Device
 from toolkit.logs import LogStyle
+from toolkit.sequence import Adapter
 
 
 def environments(
@@ -99,6 +101,17 @@ def test_a_single_engine_and_ray_need_no_environment(monkeypatch):
     assert environments(2, monkeypatch) == [{}]
     placed = {"data_parallel_size": 4, "distributed_executor_backend": "ray"}
     assert environments(2, monkeypatch, **placed) == [{}] * 4
+
+
+def test_a_replacement_serves_adapters_that_operators_load():
+    lora = {"lora_modules": ("sql=./sql",), "allow_runtime_lora": True}
+    [first] = plan_launches(EngineConfig.from_settings(lora), Path("model"), LogStyle())
+    adapter = Adapter("sql", "./sql", "key")
+    info = SimpleNamespace(device="cpu", max_lora_rank=16, lora_embeddings=True, adapters=[adapter])
+    replacement = first.for_replacement(info)
+    assert replacement.config.lora.is_enabled
+    assert replacement.config.lora.lora_embeddings
+    assert replacement.adapters == (adapter,)
 
 
 def test_a_phase_ends_once_all_engines_completed_it():

@@ -13,6 +13,7 @@ from toolkit.config import (
     RunConfig,
     SchedulerConfig,
 )
+from toolkit.console import read_piped
 from toolkit.errors import InvalidRequestError
 from toolkit.logs import escape_controls
 
@@ -31,7 +32,7 @@ def run(
     """Answer one prompt and exit.
 
     The answer is streamed to stdout. Text piped to standard input is added to the prompt."""
-    prompt = _read_prompt(config.prompt)
+    prompt = _read_prompt(config.prompt, model.model)
 
     from toolkit.engine.llm import LLM
     from toolkit.sampling.params import SamplingParams
@@ -64,10 +65,13 @@ def run(
         sys.stderr.close()  # suppress the error of the flush at exit
 
 
-def _read_prompt(given: str | None) -> str:
+def _read_prompt(given: str | None, model: str | None) -> str:
     """Return the prompt and piped text, joined. Raises InvalidRequestError if both are empty."""
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    piped = (read_piped() or "").rstrip("\n")
     prompt = "\n\n".join(part for part in (given, piped) if part)
     if not prompt:
-        raise InvalidRequestError('There is no prompt: tk run MODEL "prompt", or pipe it in.')
+        hint = "" if model is None else f" {model!r} is taken as the model; see --prompt."
+        raise InvalidRequestError(
+            f'There is no prompt: tk run MODEL "prompt", or pipe it in.{hint}'
+        )
     return prompt

@@ -40,7 +40,9 @@ class Launch:
             device="cpu" if info.device == "cpu" else "cuda",
             lora_modules=(),
             enable_lora=self.config.lora.is_enabled,
+            allow_runtime_lora=False,  # front ends do this
             max_lora_rank=info.max_lora_rank or None,
+            lora_embeddings=info.lora_embeddings,
         )
         return replace(self, config=config, adapters=tuple(info.adapters))
 

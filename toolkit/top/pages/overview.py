@@ -99,8 +99,10 @@ def _facts(view: View, width: int) -> Block:
     panels = [_requests, _cache]
     if view.gpu_utilization is not None or view.gpu_power is not None:
         panels.append(_gpu)
+    if view.adapters:
+        panels.append(_adapters)
     panels += [_steps, _processes] if view.cpu_cores else [_steps]
-    panels.append(_adapters if view.adapters else _finished)
+    panels.append(_finished)
     fitting = max(1, min(len(panels), (width + 2) // (MIN_PANEL + 2)))
     widths = split_width(width, fitting)
     return side_by_side(

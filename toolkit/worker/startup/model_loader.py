@@ -156,15 +156,16 @@ class ModelLoader:
         )
 
     def _adapters(self, model: Model, everything: Model) -> Adapters:
-        setup, (rank, ends), kernels = self._setup, self._slot_size, self._setup.place.kernels
+        setup, (rank, ends) = self._setup, self._slot_size
+        lora, kernels = setup.config.lora, setup.place.kernels
         return Adapters(
             model,
             everything,
             rank,
-            setup.config.lora.max_loras,
+            lora.max_loras,
             setup.dtype,
             kernels,
-            ends=ends or kernels is None,
+            ends=ends or (kernels is None and lora.lora_embeddings is not False),
         )
 
     def sketch_adapters(self) -> Adapters:
