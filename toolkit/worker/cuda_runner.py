@@ -119,6 +119,9 @@ class CudaRunner(ModelRunner):
 
     def _compute(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         hidden = None if self.model.stage.is_first else self._received[: len(token_ids)]
+        if hidden is not None and self.state.active is not None:
+            # A kernel between the step's inputs and a product, which may read them early (`pdl`).
+            hidden = hidden.clone()
         computed: torch.Tensor = self.model(token_ids, batch, hidden)
         return computed
 
