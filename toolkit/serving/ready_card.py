@@ -46,7 +46,7 @@ def print_ready_card(
         )
     if info.max_lora_rank:
         names = [one.name for one in info.adapters]
-        listed = ", ".join(names[:MOST_NAMES]) or "none yet"
+        listed = ", ".join(names[:MOST_NAMES]) or "none in memory yet"
         listed += f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         table.add_row("adapters", f"{listed}; ranks of up to {info.max_lora_rank}")
     more = f"  (OpenAI API at {url}/v1, docs at {url}/docs)"
