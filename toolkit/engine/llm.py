@@ -452,10 +452,9 @@ def _adapter_per_prompt(
 ) -> list[LoRARequest | None]:
     if lora_request is None or isinstance(lora_request, LoRARequest):
         lora_request = [lora_request] * count
-    if isinstance(lora_request, str):
-        raise InvalidRequestError(
-            f"lora_request is {lora_request!r}. Pass LoRARequest({lora_request!r}), or a list."
-        )
+    given: object = lora_request
+    if isinstance(given, str):
+        raise InvalidRequestError(f"lora_request is {given!r}. Pass LoRARequest({given!r}).")
     if len(lora_request) != count:
         raise InvalidRequestError(
             f"There are {count} prompts and {len(lora_request)} LoRA requests."
