@@ -205,7 +205,7 @@ import importlib.util, pathlib, sys, toolkit
 import toolkit.errors
 from toolkit.demo import MODEL_DIR
 modules = ("kernels.reference", "kernels.triton.attention.attention", "scheduler.scheduler",
-           "worker.worker", "cli.serve")
+           "worker.worker", "cli.commands.serve")
 for name in modules:
     place = pathlib.Path("toolkit", *name.split(".")).with_suffix(".py")
     assert (pathlib.Path(toolkit.__file__).parents[1] / place).is_file(), place
