@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from tests.distributed.test_tensor_parallel_gpu import in_a_process
 from toolkit import LLM, LoRARequest, SamplingParams
 from toolkit.lora.files import find_adapter
 from toolkit.worker.graph_policy import StepShape
@@ -168,24 +169,55 @@ CASES: dict[str, tuple[dict[str, object], float]] = {
     "int4": ({"quantization": "int4"}, 1.2),
 }
 """Settings, and the greatest mean error of an answer's log-probabilities."""
+CASES_OF_TWO: dict[str, tuple[dict[str, object], float]] = {
+    "parts": ({"tensor_parallel_size": 2}, 0.06),
+    "fp8": ({"tensor_parallel_size": 2, "quantization": "fp8"}, 0.4),
+    "int4": ({"tensor_parallel_size": 2, "quantization": "int4"}, 1.2),
+    "stages": ({"pipeline_parallel_size": 2}, 0.06),
+}
+"""Settings of two GPUs, and that error."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_mixed_batches_answer_as_the_merged_models(models, case):
     settings, most = CASES[case]
     llm = make_engine(models, **settings)
-    number = 6 if settings.get("max_num_seqs") == 1 else 40
+    number = len(NAMES) if settings.get("max_num_seqs") == 1 else 40
     prompts = make_prompts(number)
     names = [NAMES[i % len(NAMES)] for i in range(number)]
     answers = answer(llm, prompts, names)
     graphs = llm._core.executor._worker.runner._graphs
     llm.shutdown()
     assert {shape.is_adapted for shape in graphs} == (set() if case == "eager" else {True, False})
+    require_own_answers(models, prompts, names, answers, most)
+
+
+def require_own_answers(
+    models: Models, prompts: list[list[int]], names: list[str], answers: list, most: float
+) -> None:
+    """Fail unless the errors are below `most`, and greater with any other adapter."""
     found = errors(models, prompts, names, answers)
     other = errors(models, prompts, names[1:] + names[:1], answers)
-    print(f"{case}: errors {found.mean():.4f}, at most {found.max():.4f}; others {other.min():.2f}")
+    print(f"errors {found.mean():.4f}, at most {found.max():.4f}; others {other.min():.2f}")
     assert found.max() < most
     assert other.min() > found.max(), "each adapter changes the answers by more than the errors"
+
+
+def answers_of_two(models: Models, settings: dict, prompts: list[list[int]], names: list) -> list:
+    llm = make_engine(models, **settings)
+    answers = answer(llm, prompts, names)
+    llm.shutdown()
+    return answers
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", CASES_OF_TWO)
+def test_two_gpus_answer_as_the_merged_models(models, case):
+    settings, most = CASES_OF_TWO[case]
+    prompts = make_prompts(40)
+    names = [NAMES[i % len(NAMES)] for i in range(40)]
+    answers = in_a_process(answers_of_two, models, settings, prompts, names)
+    require_own_answers(models, prompts, names, answers, most)
 
 
 def test_unused_adapters_change_no_bit(models):

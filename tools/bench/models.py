@@ -137,6 +137,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+CONFIGS["gpt-oss-120b"] = CONFIGS["gpt-oss-20b"] | {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 CONFIGS["llama-3.1-70b"] = CONFIGS["llama-3.1-8b"] | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
