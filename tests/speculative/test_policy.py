@@ -47,6 +47,11 @@ def test_steps_of_one_price_verify_all():
     assert useful(StepCosts(FLAT), [], [], 0) == []
 
 
+def test_a_step_that_was_delayed_when_measured_changes_little():
+    delayed = StepCosts([(1, 1.0), (2, 9.0), (4, 1.1), (8, 1.2)])
+    assert useful(delayed, [4], [0.7], 1) == [4]
+
+
 def test_padded_steps_verify_all_or_nothing():
     plain, padded = [(1, 1.0), (8, 1.2), (64, 2.0)], [(1, 1.1), (8, 2.0), (64, 6.0)]
     costs = StepCosts(plain, padded)

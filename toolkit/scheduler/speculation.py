@@ -107,6 +107,7 @@ class StepCosts:
 def _columns(
     measured: Sequence[tuple[int, float]],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return (sizes, seconds). A larger step that took less time is noise."""
+    """Return (sizes, seconds). No step takes longer than a larger one: busy cores only delay."""
     sizes = np.array([size for size, _ in measured], np.float64)
-    return sizes, np.maximum.accumulate([seconds for _, seconds in measured] or [0.0])
+    from_largest = [seconds for _, seconds in reversed(measured)]
+    return sizes, np.minimum.accumulate(from_largest or [0.0])[::-1]

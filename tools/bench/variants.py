@@ -69,17 +69,17 @@ def time_engine(
 
 @contextmanager
 def running(folder: Path, variant: str, adapters: list[str], size: int) -> Iterator[LLM]:
-    settings: dict[str, Any] = {
+    of_variant: dict[str, dict[str, Any]] = {
         "int4": {"quantization": "int4"},
         "adapters": {"lora_modules": adapters, "max_loras": len(adapters), "max_lora_rank": RANK},
         "drafts": {"speculative_config": DRAFTS},
-    }.get(variant, {})
+    }
     llm = LLM(
         str(folder),
         max_model_len=4096,
         enable_prefix_caching=False,
         tensor_parallel_size=size,
-        **settings,
+        **of_variant.get(variant, {}),
     )
     try:
         yield llm
