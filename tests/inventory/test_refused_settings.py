@@ -19,6 +19,7 @@ from toolkit.config import EngineConfig
 from toolkit.config.engine import MEMORY_VARIABLE
 from toolkit.errors import OutOfMemoryError, ToolkitError
 from toolkit.hardware.devices import find_device
+from toolkit.inventory.card import show
 from toolkit.inventory.dry_run import dry_run
 from toolkit.units import GIB
 
@@ -132,6 +133,17 @@ def test_dry_run_refuses_what_a_start_refuses(
         dry_run(config, as_json=False)
     assert not capsys.readouterr().out
     assert error_of(lambda: dry_run(config, as_json=False)) == error_of(lambda: LLM(config=config))
+
+
+def test_show_knows_models_that_transformers_cannot_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name, verdict in (("unknown", "no: "), ("model", "yes ")):
+        show(str(folder / name), None, as_json=False)
+        [line] = re.findall(r"runs here +(.*)", capsys.readouterr().out)
+        assert line.startswith(verdict)
+    show(str(folder / "unknown"), None, as_json=False)
+    assert "has no model_type 'zzz'" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

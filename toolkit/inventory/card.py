@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from importlib import import_module
 from typing import Any
 
 from toolkit.config import EngineConfig
@@ -186,9 +187,12 @@ def _files(checkpoint: Checkpoint) -> str:
 def _fit(checkpoint: Checkpoint) -> str:
     device = find_device()
     try:
+        if checkpoint.implementation == "transformers" and checkpoint.folder is not None:
+            # Its code decides, which takes seconds to import.
+            import_module("toolkit.models.build").load_config(checkpoint.folder)
         fit: Estimate = estimate(checkpoint, EngineConfig(), device)
     except ToolkitError as error:
-        return error.message
+        return f"no: {error.message}"
     where = f"on {device.name}, {size(device.free)} free"
     if fit.problem:
         verdict = f"with up to {fit.largest_context:,} tokens" if fit.largest_context else "no"
