@@ -63,7 +63,8 @@ class Product:
         rows, self.depth = shape
         if gated and rows % 2:
             raise ValueError(f"gate and up must have as many rows, and {rows} is odd")
-        self.columns, self.dtypes = rows // 2 if gated else rows, dtypes
+        self.num_rows, self.dtypes = rows, dtypes
+        self.columns = rows // 2 if gated else rows
         self._width = COLUMNS // 2 if gated else COLUMNS
         self._gated = gated
         self.panels = torch.empty(-(-self.columns // self._width), panel_words, dtype=torch.int32)
@@ -96,17 +97,21 @@ class Product:
 
     def sums(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Map [rows, in] to x Wᵀ + b without activation and gate, [rows, rows of W]."""
+        y = self.raw_sums(x, dtype)
+        if not self._gated:
+            return y
+        halves = y.view(len(y), len(self.panels), 2, self._width).transpose(1, 2)
+        return halves.reshape(len(y), 2, -1)[:, :, : self.columns].reshape(len(y), -1)
+
+    def raw_sums(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return `sums`. If gated, in panels: half of each panel's columns are gate's."""
         if self._sums is None:
             # The same panels, with all of their columns side by side.
             self._sums = WeightStruct.from_buffer_copy(self.struct)
             self._sums.activation, self._sums.gated = ACTIVATIONS[None], 0
             if self._gated:
                 self._sums.columns = len(self.panels) * COLUMNS
-        y = self._run(self._sums, x, dtype)
-        if not self._gated:
-            return y
-        halves = y.view(len(y), len(self.panels), 2, self._width).transpose(1, 2)
-        return halves.reshape(len(y), 2, -1)[:, :, : self.columns].reshape(len(y), -1)
+        return self._run(self._sums, x, dtype)
 
     def _run(
         self, struct: WeightStruct, x: torch.Tensor, dtype: torch.dtype | None

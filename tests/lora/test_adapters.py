@@ -95,19 +95,19 @@ def test_prefixes_are_shared_only_with_the_same_adapter(adapter, checkpoint):
     assert given == [one.greedy(PROMPT, COUNT)]
 
 
-def test_steps_without_adapters_are_recorded_and_others_are_not(adapter, checkpoint):
-    one: Adapter = adapter("all")
-    llm = engine(checkpoint(one.base), {"mine": one.folder})
+def test_steps_with_adapters_are_recorded_once_for_any(adapter, checkpoint):
+    one, other = adapter("all"), adapter("attention")
+    llm = engine(checkpoint(one.base), {"mine": one.folder, "other": other.folder}, max_loras=1)
     recorded = llm._core.executor._worker.runner.model._replay._recorded
-    adapted = [tokens(generate(llm, [PROMPT], ["mine"]))]
-    assert not recorded
-    base = [tokens(generate(llm, [PROMPT], [""])) for _ in range(2)]
-    assert all(recorded.values()) == cpu.available()
-    adapted.append(tokens(generate(llm, [PROMPT], ["mine"])))
-    llm.shutdown()
+    for _ in range(2):
+        assert tokens(generate(llm, [PROMPT], ["mine"])) == [one.greedy(PROMPT, COUNT)]
+        assert tokens(generate(llm, [PROMPT], ["other"])) == [other.greedy(PROMPT, COUNT)]
+    assert [is_adapted for *_, is_adapted in recorded] == [True]
     reference = checkpoints.make_reference(one.base)
-    assert base == [[checkpoints.greedy(reference, PROMPT, COUNT)]] * 2
-    assert adapted == [[one.greedy(PROMPT, COUNT)]] * 2
+    assert tokens(generate(llm, [PROMPT], [""])) == [checkpoints.greedy(reference, PROMPT, COUNT)]
+    assert [is_adapted for *_, is_adapted in recorded] == [True, False]
+    assert all(recorded.values()) == cpu.available()
+    llm.shutdown()
 
 
 def test_logprobs_are_those_of_the_adapter(adapter, checkpoint):

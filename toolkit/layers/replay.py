@@ -4,8 +4,7 @@ A step of one request is short, so Python's time between its hundred kernels cou
 for gpt2 in fp32, and of 8 ms in int8.
 
 There is one recording for each number of requests. Layers that compute with more than kernels
-(several ranks, another attention backend, a cache in FP8, a step with LoRA adapters) cannot be
-recorded and are called."""
+(several ranks, another attention backend, a cache in FP8) cannot be recorded and are called."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,13 +45,14 @@ class Replay:
 
     def __init__(self) -> None:
         self._recorder = Recorder()
-        self._recorded: dict[tuple[int, int], _Recorded | None] = {}
-        """By number of tokens and address of the block table. None: cannot be recorded."""
+        self._recorded: dict[tuple[int, int, bool], _Recorded | None] = {}
+        """By number of tokens, address of the block table, and whether some tokens have LoRA
+        adapters: any. None: cannot be recorded."""
 
     def __call__(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         if not self._is_decode(x, batch):
             return layers(x, batch)
-        key = len(x), batch.block_table.data_ptr()
+        key = len(x), batch.block_table.data_ptr(), batch.is_adapted
         if key not in self._recorded:
             self._recorded[key] = self._record(layers, x, batch)
         recorded = self._recorded[key]
@@ -77,7 +77,6 @@ class Replay:
             and cpu.available()
             and len(x) == len(batch.seq_lens) <= MAX_TOKENS
             and batch.wanted is None
-            and not batch.is_adapted
         )
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:

@@ -48,8 +48,10 @@ class Adapters:
         complete: the model with all pipeline stages, without weights. num_slots: adapters that may
         be placed at once. dtype: of the model. kernels: of its GPU. ends: prepare the embeddings
         and the output head, too."""
-        self.active = Active() if kernels is None else GPUActive(num_slots, kernels.rank_block)
-        self.head_active = Active()  # for the rows that the output head computes
+        self.active = (
+            Active(num_slots) if kernels is None else GPUActive(num_slots, kernels.rank_block)
+        )
+        self.head_active = Active(num_slots)  # for the rows that the output head computes
         self.max_rank, self.has_ends = max_rank, ends
         self._dtype = torch.float32 if kernels is None else dtype  # of placed factors
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
@@ -97,7 +99,8 @@ class Adapters:
         is_head = isinstance(linear, OutputHead)
         if kernels is None:
             assert isinstance(self.active, Active)
-            return AdaptedWeight(linear.weight, self.head_active if is_head else self.active)
+            active = self.head_active if is_head else self.active
+            return AdaptedWeight(linear.weight, active, self.max_rank * len(linear.parts))
         assert isinstance(self.active, GPUActive)
         # The head's weight ends with padding.
         counts = [linear.weight.shape[0]] if is_head else [part.count for part in linear.parts]
@@ -110,7 +113,7 @@ class Adapters:
     ) -> Adapted:
         if kernels is None:
             assert isinstance(self.active, Active)
-            return AdaptedTable(table.weight, self.active)
+            return AdaptedTable(table.weight, self.active, self.max_rank)
         assert isinstance(self.active, GPUActive)
         return GPUAdaptedTable(
             table.weight,

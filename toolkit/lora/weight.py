@@ -10,12 +10,16 @@ import numpy.typing as npt
 import torch
 
 from toolkit.distributed import Shard, full_shard
+from toolkit.kernels.cpu.adapters import Part as KernelPart
+from toolkit.kernels.cpu.adapters import StepSlots
 from toolkit.lora.peft import Pair
 from toolkit.weights.groups import Decoded
+from toolkit.weights.kinds.packed import PackedWeight
 from toolkit.weights.slots import Slot
 from toolkit.weights.weight import ALL, Epilogue, Weight
 
 if TYPE_CHECKING:
+    from toolkit.kernels.cpu.adapters import AdaptedProduct
     from toolkit.weights.weight import Rows
 
 Slots = npt.NDArray[np.int32]  # of adapters; 0: none
@@ -40,7 +44,8 @@ class Groups(NamedTuple):
 class Active:
     """The adapters in use. All projections of a model share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots, self.step = num_slots, StepSlots()
         self._all = self._wanted = Groups(0, [])
 
     def place(self, slot: int, rank: int) -> None:
@@ -49,6 +54,7 @@ class Active:
     def set(self, slots: Slots, wanted: Slots) -> None:
         """Set the adapter of each token, and of each that the last layer's end computes."""
         self._all, self._wanted = Groups.of(slots), Groups.of(wanted)
+        self.step.set(slots, wanted)
 
     def groups(self, num_tokens: int) -> list[tuple[int, torch.Tensor]]:
         # If all tokens are wanted, both are the same.
@@ -117,21 +123,31 @@ class Adapted(Weight):
 
 
 class AdaptedWeight(Adapted):
-    """A weight whose adapters PyTorch multiplies."""
+    """A weight on a CPU. PyTorch multiplies its adapters, unless the weight is packed for a CPU."""
 
-    def __init__(self, base: Weight, active: Active) -> None:
+    def __init__(self, base: Weight, active: Active, max_ranks: int) -> None:
+        """max_ranks: of all parts of an adapter."""
         super().__init__(base)
-        self._active = active
+        self._active, self._max_ranks = active, max_ranks
         self.parts: dict[int, list[Part]] = {}  # by slot
+        self._adapted: AdaptedProduct | None = None  # of a packed weight
 
     @property
     def nbytes(self) -> int:
         return 0  # the base is counted
 
     def pack_parts(self, parts: list[Part]) -> list[Part]:
-        return [Part(one.rows, Pair(_in_fp32(one.pair.low), self._scaled(one))) for one in parts]
+        # B is stored transposed, as the kernel reads it.
+        return [
+            Part(one.rows, Pair(_in_fp32(one.pair.low), self._scaled(one).T.contiguous().T))
+            for one in parts
+        ]
 
     def place(self, slot: int, packed: list[Part]) -> None:
+        if self._adapted is not None:
+            self._adapted.place(
+                slot, [KernelPart(rows.start or 0, pair.low, pair.up.T) for rows, pair in packed]
+            )
         if packed:
             self.parts[slot] = packed
         else:
@@ -139,7 +155,12 @@ class AdaptedWeight(Adapted):
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "see fuses_norm"
-        groups = [one for one in self._active.groups(len(x)) if one[0] in self.parts]
+        groups = self._active.groups(len(x))
+        if self._adapted is not None and groups:
+            # Also if they change other weights only: any adapters may run when this is replayed.
+            assert isinstance(self.base, PackedWeight)
+            return self.base.adapted_product(self._adapted, x)
+        groups = [one for one in groups if one[0] in self.parts]
         if not groups:
             return self.base.product(x, epilogue)
         if epilogue.activation is None and not epilogue.gated:
@@ -161,6 +182,9 @@ class AdaptedWeight(Adapted):
 
     def finish(self, epilogue: Epilogue) -> Weight:
         self.base = self.base.finish(epilogue)
+        if isinstance(self.base, PackedWeight):
+            active = self._active
+            self._adapted = self.base.adapted(active.step, active.num_slots, self._max_ranks)
         return self
 
 

@@ -12,6 +12,7 @@ from toolkit.weights.groups import Groups
 from toolkit.weights.weight import Epilogue, Weight
 
 if TYPE_CHECKING:
+    from toolkit.kernels.cpu.adapters import AdaptedProduct, StepSlots
     from toolkit.kernels.cpu.product import Product
     from toolkit.weights.groups import Groups
     from toolkit.weights.weight import Rows
@@ -90,6 +91,16 @@ class PackedWeight(Weight):
         if self._has_end and epilogue.activation is None and not epilogue.gated:
             return self._linear.sums(x, self._result)
         return self._linear(x, self._result)
+
+    def adapted(self, step: StepSlots, num_slots: int, max_ranks: int) -> AdaptedProduct:
+        """Return the product with its end, which adds adapters before activation and gate."""
+        from toolkit.kernels.cpu.adapters import AdaptedProduct
+
+        return AdaptedProduct(self._linear, step, num_slots, max_ranks)
+
+    def adapted_product(self, adapted: AdaptedProduct, x: torch.Tensor) -> torch.Tensor:
+        own = x if self.order is None else x[:, self.order]
+        return adapted(x, own, self._result or x.dtype)
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._linear.rows(ids, self._dtype)
