@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 def install() -> None:
     """Change the interpreter of this process."""
     _refuse_ranges_that_do_not_compile()
+    _call_builtins_directly()
     _patch_the_language_once()
     _look_types_up_once()
     _make_shapes_once()
@@ -33,6 +34,23 @@ def _refuse_ranges_that_do_not_compile() -> None:
         return make(self, ret_ty, start, stop)
 
     interpreter.InterpreterBuilder.create_make_range = checked
+
+
+def _call_builtins_directly() -> None:
+    """Bind the interpreter to Triton's functions without a check and a copy of each call."""
+
+    def patch(
+        owner: object, name: str, member: Callable[..., object], _: object, scope: object
+    ) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: object, **options: object) -> object:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **options)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _patch_the_language_once() -> None:
@@ -97,18 +115,30 @@ def _make_shapes_once() -> None:
 
 
 def _skip_conversions_to_the_same_type() -> None:
-    """Take operands of equal types and shapes as they are."""
+    """Take operands of equal types and shapes as they are, and convert each constant once."""
     convert = TritonSemantic.binary_op_type_checking_impl
     broadcast = TritonSemantic.broadcast_impl_value
+    constants: dict[tuple, tl.tensor] = {}
 
     def convert_others(
         self: TritonSemantic, lhs: object, rhs: object, *given: bool, **options: bool
     ) -> tuple[tl.tensor, tl.tensor]:
-        is_tensor = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
-        divides = len(given) > 3 or "div_or_mod" in options
-        if is_tensor and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr() and not divides:
-            return broadcast_others(self, lhs, rhs)
-        return convert(self, lhs, rhs, *given, **options)
+        divides = len(given) > 3 or options
+        if type(lhs) is not tl.tensor or divides or lhs.dtype.is_ptr():
+            return convert(self, lhs, rhs, *given, **options)
+        if type(rhs) is tl.tensor:
+            if lhs.dtype is rhs.dtype:
+                return broadcast_others(self, lhs, rhs)
+            return convert(self, lhs, rhs, *given, **options)
+        # Shapes are shared and kept, so that their numbers are theirs alone.
+        key = (lhs.dtype.name, id(lhs.shape), type(rhs), rhs, given)
+        constant = constants.get(key)
+        if constant is None:
+            same, constant = convert(self, lhs, rhs, *given, **options)
+            if same is not lhs:
+                return same, constant
+            constants[key] = constant
+        return lhs, constant
 
     def broadcast_others(
         self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor

@@ -194,11 +194,11 @@ def compile_grouped(
 
 def compile_adapters() -> None:
     types = ADAPTERS | {"share_ptr": "*fp32", "count_ptr": "*i32"}
-    for tokens, splits in ((8, 32), (64, 16)):
+    for tokens, splits in ((8, 32), (32, 16)):
         rows = {"TOKENS": tokens, "TILE": min(tokens, 16), "SPLITS": splits}
         shrink = FACTORS | rows | {"FETCHED": 256, "LINE": 64}
         compile_kernel(f"shrink, {tokens} tokens", _shrink_kernel, types, shrink, 4, 3)
-    delta = {"TOKENS": 64, "TILE": 16, "ROWS": 256, "STAGES": 3, "RANK_PAD": 16}
+    delta = {"TOKENS": 32, "TILE": 16, "ROWS": 256, "STAGES": 3, "RANK_PAD": 16}
     compile_kernel("delta", _delta_kernel, types, FACTORS | delta, 4, 3)
     end = {"KIND": "silu", "GATED": True, "RANK": 16, "PARTED": True, "PDL": True}
     types = ADAPTERS | {"scale_ptr": "*fp32"}
@@ -228,7 +228,6 @@ def compile_fp8() -> None:
     compile_rounded("64 rows in FP8, no blocks", 64, 64, 6, 4, 1, BLOCKED=False, LATE=True)
     compile_rounded("64 rows in FP8 with adapters", 64, 64, 6, 4, 1, RANK=16)
     compile_rounded("100 rows in FP8", 64, 128, 3, 4, 1, BIASED=True)
-    compile_rounded("many rows in FP8", 128, 128, 4, 8, 1)
     gated = {"GATED": True, "KIND": "silu", "LATE": True}
     compile_rounded("many rows in FP8, gated", 128, 128, 4, 8, 1, **gated)
 
@@ -381,7 +380,6 @@ def main() -> None:
     compile_draft_inputs()
     compile_kernel("join", _join_kernel, JOIN_TYPES, JOIN, 16, 3)
     compile_kernel("pushed sum and norm", _pushed_norm_kernel, PUSHED_TYPES, PUSHED, 16, 3)
-    compile_tile("product after a norm", 64, 64, 6, 1, 1, UNSCALED=True)
     compile_tile(
         "product after a norm, gated",
         64,
@@ -394,7 +392,6 @@ def main() -> None:
         GATED=True,
         LATE=True,
     )
-    compile_tile("product before a norm, warps", 8, 16, 5, 2, 1, NORMED=True, LATE=True)
     compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
     compile_adapters()
     compile_experts()

@@ -96,7 +96,7 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_frequencies_of_tokens_match_transformers(case, seed):
     params = SamplingParams(seed=1000 + seed, **{"temperature": 1.0} | CASES[case])
     logits = random_logits(seed)
@@ -398,7 +398,7 @@ def test_small_exponential_numbers_are_precise():
     least = torch.cat(
         [
             exponentials(torch.full((50,), 9), torch.arange(start, start + 50), vocab).amin(dim=1)
-            for start in range(0, 400, 50)
+            for start in range(0, 200, 50)
         ]
     )
     assert len(set(least.tolist())) > 0.99 * len(least)

@@ -27,6 +27,8 @@ def gpu_runner(triton_runs: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(WarmUp, "compile", lambda *_: None)  # there is no compiler
     # Steps that overlap have the same buffers, which a GPU copies in order.
     monkeypatch.setattr("toolkit.worker.model_runner.to_host", torch.clone)
+    # Of the CPU's runner. It would run steps of one stage alone.
+    monkeypatch.setattr(WarmUp, "step_seconds", lambda *_: [])
 
 
 class Rerun:
@@ -64,5 +66,3 @@ def rerun_graphs(gpu_runner: None, monkeypatch: pytest.MonkeyPatch):
 def two_stages(gpu_runner: None, monkeypatch: pytest.MonkeyPatch):
     """Have engines with two pipeline stages run both in this process."""
     monkeypatch.setattr("toolkit.engine.llm.start_executor", TwoStages)
-    # It would run steps of one stage alone.
-    monkeypatch.setattr(WarmUp, "step_seconds", lambda *_: [])

@@ -36,7 +36,7 @@ LIKELY = [65, 66, 67]
 MOST = 3
 LENGTHS = (9, 22, 50, 61, 140)
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 24, "ignore_eos": True}
 SETTINGS = {
     "attention_backend": "torch",
     "block_size": 8,
@@ -175,12 +175,12 @@ def test_drafts_are_those_of_a_reference(
 def test_drafts_of_the_model_itself_are_right(on_gpu, target_folder, settings: dict):
     """Greedy requests and those with seeds, after preemptions, too. Steps overlap."""
     given = {"max_model_len": 120, "async_scheduling": True, **settings}
-    prompts = random_prompts(6, 40)
+    prompts = random_prompts(5, 40)
     llm = on_gpu(target_folder, target_folder, **given)
     expected = plain_answers(target_folder, prompts, GREEDY, SAMPLED, **given)
     with logged_steps(llm) as log:
         assert [answers(llm, prompts, **one) for one in (GREEDY, SAMPLED)] == expected
-    assert log.num_drafts > 200
+    assert log.num_drafts > 150
     assert log.acceptance_rate == 1.0
     num_placed = sum(len(step.new_rows) for step, _ in log.steps)
     assert (num_placed > 2 * len(prompts)) == ("num_gpu_blocks_override" in settings)
@@ -233,11 +233,11 @@ def test_steps_draft_only_for_steps_that_verify(
     monkeypatch.setattr(StepCosts, "useful", useful)
     llm = drafting_engine(target_folder, target_folder, async_scheduling=is_async, **SETTINGS)
     with logged_steps(llm) as log:
-        answers(llm, random_prompts(4), **GREEDY | {"max_tokens": 100})
+        answers(llm, random_prompts(2), **GREEDY | {"max_tokens": 100})
     asked = [step.drafts for step, _ in log.steps]
     assert asked.count(False) > 10
     assert asked.count(True) > 10
-    assert log.num_drafts > 60
+    assert log.num_drafts > 40
     assert log.acceptance_rate == 1.0
     for step, output in log.steps:
         assert (output.drafts >= 0).any() == step.drafts

@@ -35,7 +35,7 @@ def test_answers_are_those_without_drafts(checkpoint, gpu_runner, method):
     """Requests with and without drafts, chunks of prompts, and steps that overlap."""
     rng = random.Random(3)
     prompts = [[rng.randrange(90) for _ in range(n)] * 2 for n in (3, 9, 30, 1, 8, 21, 12, 7, 5)]
-    params = [SamplingParams(max_tokens=24, ignore_eos=True, **{"temperature": 0.0} | p)
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, **{"temperature": 0.0} | p)
               for p in PARAMS.values()]  # fmt: skip
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
 
