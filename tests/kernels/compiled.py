@@ -194,11 +194,11 @@ def compile_grouped(
 
 def compile_adapters() -> None:
     types = ADAPTERS | {"share_ptr": "*fp32", "count_ptr": "*i32"}
-    for tokens, splits in ((8, 32), (32, 16)):
+    for tokens, splits in ((8, 32), (64, 16)):
         rows = {"TOKENS": tokens, "TILE": min(tokens, 16), "SPLITS": splits}
         shrink = FACTORS | rows | {"FETCHED": 256, "LINE": 64}
         compile_kernel(f"shrink, {tokens} tokens", _shrink_kernel, types, shrink, 4, 3)
-    delta = {"TOKENS": 32, "TILE": 16, "ROWS": 256, "STAGES": 3, "RANK_PAD": 16}
+    delta = {"TOKENS": 64, "TILE": 16, "ROWS": 256, "STAGES": 3, "RANK_PAD": 16}
     compile_kernel("delta", _delta_kernel, types, FACTORS | delta, 4, 3)
     end = {"KIND": "silu", "GATED": True, "RANK": 16, "PARTED": True, "PDL": True}
     types = ADAPTERS | {"scale_ptr": "*fp32"}

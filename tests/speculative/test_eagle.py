@@ -373,13 +373,13 @@ def test_drafters_combine(method: str, settings: dict, tmp_path: Path, eagle_tar
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
 def test_ranks_share_the_network(
-    tmp_path: Path, eagle_target: torch.nn.Module, eagle_target_folder: Path
+    method: str, tmp_path: Path, eagle_target: torch.nn.Module, eagle_target_folder: Path
 ):
-    """With its own head. `test_mtp` has a network that shares the target's."""
-    _, write_drafter, make_reference = CASES["eagle3"]
+    _, write_drafter, make_reference = CASES[method]
     llm = drafting_engine(
-        eagle_target_folder, write_drafter(tmp_path), "eagle3", MOST, tensor_parallel_size=2
+        eagle_target_folder, write_drafter(tmp_path), method, MOST, tensor_parallel_size=2
     )
     with logged_steps(llm) as log:
         found = answers(llm, random_prompts(2), **PARAMS)
