@@ -30,6 +30,8 @@ from toolkit.sequence import SequenceSpec
 from toolkit.weights.loading.loader import load_weights
 from tools.bench.loop import RandomTokens
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SMALL = {"num_threads": 1, "num_gpu_blocks_override": 200, "block_size": 4, "max_num_seqs": 8}
 NEW_TOKENS = 12
 Checkpoint = Callable[[str], Path]

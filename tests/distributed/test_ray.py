@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -16,9 +17,9 @@ from ray.cluster_utils import Cluster
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, Reference
-from tests.server import INSIDE, Server, gone, until
+from tests.server import INSIDE, WAIT, Server, gone, until
 from tests.serving.test_ranks import PROMPTS, TOKENS, ask
-from toolkit import LLM, SamplingParams, StructuredOutputsParams
+from toolkit import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from toolkit.errors import ConfigError
 from toolkit.executor.ray import cluster as ray_cluster
 
@@ -132,37 +133,38 @@ def test_a_killed_server_leaves_no_process(server: Server) -> None:
     until(lambda: all(gone(process) for process in everything))
 
 
-def test_two_engines_equal_one_process_and_survive_an_actor(
-    cluster: Cluster, folder: Path, reference: Reference, hooks: Path, tmp_path: Path
+async def test_two_engines_equal_one_process_and_survive_an_actor(
+    cluster: Cluster, folder: Path, reference: Reference, hooks: Path, forked_processes: None
 ) -> None:
-    served = Server(
-        str(folder),
-        "--distributed-executor-backend",
-        "ray",
-        "--data-parallel-size",
-        "2",
-        cwd=tmp_path,
-    )
-    try:
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    has_begun: set[str] = set()
+
+    async def answer(prompt: str) -> tuple[int, ...]:
+        tokens: tuple[int, ...] = ()
+        async for output in llm.generate(prompt, params):
+            has_begun.add(prompt)
+            tokens = tuple(output.outputs[0].token_ids)
+        return tokens
+
+    async with AsyncLLM(str(folder), data_parallel_size=2, **RAY) as llm, asyncio.timeout(WAIT):
         before = actors()
         assert len({rank.ppid() for rank in before}) == len(before) == 2, (
             "each engine has its own node"
         )
-
-        def kill() -> None:
-            before[0].kill()
-            (hooks / "slow").unlink()
-
         (hooks / "slow").touch()
-        answers = ask(served, kill)
-        assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
-        assert {a.error for a in answers} == {None}
-        until(lambda: len(actors()) == 2)
+        answers = [asyncio.create_task(answer(prompt)) for prompt in PROMPTS]
+        while len(has_begun) < len(PROMPTS):
+            await asyncio.sleep(0.01)
+        assert not any(one.done() for one in answers)
+        before[0].kill()
+        (hooks / "slow").unlink()
+        for prompt, tokens in zip(PROMPTS, await asyncio.gather(*answers), strict=True):
+            assert tokens == reference.tokens(prompt, TOKENS)
+        while len(actors()) < 2:
+            await asyncio.sleep(0.05)
         assert before[1] in actors(), "the other engine keeps running"
-        assert served.http.get("/health").status_code == 200
-        everything = [*psutil.Process(served.pid).children(recursive=True), *actors()]
-    finally:
-        served.stop()
+        await llm.check()
+        everything = actors()
     until(lambda: all(gone(process) for process in everything))
 
 

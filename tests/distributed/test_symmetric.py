@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.combinations import pairwise
+from tests.forked import ForkedProcess
 from toolkit.distributed.group import Group
 from toolkit.distributed.symmetric import choose_algorithms, open_peer_memory
 from toolkit.kernels.reference import Norm
@@ -121,7 +122,7 @@ def expected() -> list[torch.Tensor]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux only")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
-def test_ranks_have_the_same_sums(tmp_path):
+def test_ranks_have_the_same_sums(forge, tmp_path):
     from toolkit.kernels.triton import all_reduce as kernels
 
     for rank in range(RANKS):
@@ -132,16 +133,14 @@ def test_ranks_have_the_same_sums(tmp_path):
         buffer[kernels.PUSHED_OFFSET :].view(torch.int64).fill_(CALLS << 32)
         (tmp_path / f"buffer{rank}").write_bytes(buffer.numpy().tobytes())
         (tmp_path / f"gathered{rank}").write_bytes(bytes(GATHERED_BYTES))
-    processes = multiprocessing.get_context("spawn")
+    command = [sys.executable, "-m", "tests.distributed.test_symmetric"]
     ranks = [
-        processes.Process(target=run_rank, args=(rank, tmp_path), daemon=True)
+        ForkedProcess(
+            forge, [*command, str(rank), str(tmp_path)], stdin=PIPE, start_new_session=True
+        )
         for rank in range(RANKS)
     ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-        assert rank.exitcode == 0
+    assert [rank.wait(120) for rank in ranks] == [0] * RANKS
     first, *others = [torch.load(tmp_path / f"found{rank}") for rank in range(RANKS)]
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
@@ -236,3 +235,7 @@ def test_a_group_on_cpus_has_no_peer_memory():
     group = Group(0, 2)
     cpu = torch.device("cpu")
     assert choose_algorithms(open_peer_memory(group, cpu), cpu) is group
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]))

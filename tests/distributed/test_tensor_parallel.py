@@ -19,6 +19,8 @@ from toolkit.worker import Report
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SMALL = {"num_threads": 1, "num_gpu_blocks_override": 200, "block_size": 4, "max_num_seqs": 8}
 NEW_TOKENS = 20
 

@@ -18,6 +18,7 @@ import pytest_asyncio
 from tests import checkpoints
 from toolkit import LLM, AsyncLLM, SamplingParams
 from toolkit.engine.cores import replica, revival
+from toolkit.engine.cores.launch import Launch
 from toolkit.engine.messages import (
     EngineOutput,
     EngineOutputs,
@@ -28,6 +29,8 @@ from toolkit.engine.messages import (
 from toolkit.errors import EngineError, ServerUnavailableError
 from toolkit.scheduler.stats import EngineStats
 from toolkit.sequence import SequenceSpec
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 PROMPT = [7, 3, 9, 12, 5]
 INFO = types.SimpleNamespace(max_model_len=100, num_blocks=100, block_size=16, adapters=[])
@@ -225,15 +228,18 @@ async def test_a_core_that_hangs_during_its_start_is_replaced(
     stopped: list[int] = []
 
     class Stopped(revival.CoreClient):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        """The first one stops, and gets half a second instead of the usual time."""
+
+        def __init__(self, launch: Launch, startup_timeout: float) -> None:
+            assert 60.0 < startup_timeout < 60.0 + 200.0
+            super().__init__(launch, startup_timeout if stopped else 0.5)
             if not stopped:
                 stopped.append(self.pid)
                 psutil.Process(self.pid).suspend()
 
     monkeypatch.setattr(revival, "CoreClient", Stopped)
-    monkeypatch.setattr(revival, "STARTUP_FACTOR", 1.0)
-    async with AsyncLLM(str(model), device="cpu", num_threads=1, worker_timeout=3.0) as llm:
+    monkeypatch.setattr(revival, "BACK_OFF", (0.0, 0.0, 0.0))
+    async with AsyncLLM(str(model), device="cpu", num_threads=1, worker_timeout=60.0) as llm:
         first = llm.replicas[0].link.pid
         stream = llm.start_request(request("one"))
         psutil.Process(first).kill()
@@ -245,7 +251,7 @@ async def test_a_core_that_hangs_during_its_start_is_replaced(
 
 
 @pytest.mark.parametrize("kind", ["through Transformers", "int4"])
-async def test_streams_of_every_kind_of_model_survive_their_core(
+def test_every_kind_of_model_resumes_the_answers_of_another_core(
     checkpoint: Callable[[str], Path], kind: str
 ) -> None:
     quantized = Path(__file__).parents[1] / "weights" / "quantized" / "gptq-4bit-g32-asym-act-order"
@@ -253,16 +259,14 @@ async def test_streams_of_every_kind_of_model_survive_their_core(
     model = str(quantized if is_quantized else checkpoint("llama3-gqa"))
     settings = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
     settings |= {} if is_quantized else {"model_impl": "transformers"}
-    alone = LLM(model, **settings)
-    expected = checkpoints.generate(alone, [PROMPT], max_tokens=20)[0].outputs[0].token_ids
-    alone.shutdown()
-    async with AsyncLLM(model, **settings) as llm:
-        first = llm.replicas[0].link.pid
-        stream, tokens = llm.start_request(request("one")), []
-        async with asyncio.timeout(200):
-            async for delta in stream:
-                if not tokens:
-                    psutil.Process(first).kill()
-                tokens += delta.token_ids
-        assert llm.replicas[0].link.pid != first
-    assert tokens == expected
+    first, second = (LLM(model, **settings) for _ in range(2))
+    expected = list(checkpoints.generate(first, [PROMPT], max_tokens=20)[0].outputs[0].token_ids)
+    rest = request("one")
+    rest.output_token_ids = expected[:7]
+    second._core.add(rest)
+    tokens: list[int] = []
+    while second._core.has_work:
+        for message in second._core.step().values():
+            tokens += [token for output in message.outputs for token in output.token_ids]
+            tokens += np.frombuffer(message.token_ids, np.int32).tolist()
+    assert tokens == expected[7:]

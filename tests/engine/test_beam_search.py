@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import checkpoints
+from tests.combinations import pairwise
 from toolkit import LLM, BeamSearchParams
 from toolkit.errors import InvalidRequestError
 
@@ -60,9 +61,10 @@ def expected(
     return beams
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.0])
-@pytest.mark.parametrize("width", [2, 5])
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "width"),
+    pairwise([False, True, "never"], [1.0, 0.0, 2.5, -1.0], [2, 5]),
+)
 def test_beams_match_transformers(
     llm: LLM,
     reference: torch.nn.Module,

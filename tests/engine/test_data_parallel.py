@@ -30,6 +30,8 @@ from toolkit.engine.messages import (
 from toolkit.errors import EngineDeadError, ServerUnavailableError
 from toolkit.scheduler.stats import EngineStats
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 NEW_TOKENS = 12
 
 

@@ -11,7 +11,10 @@ import pytest
 from toolkit import LLM
 from toolkit.errors import ConfigError
 from toolkit.executor import rank_devices as devices
+from toolkit.executor.local_ranks import RankChild
 from toolkit.executor.rank_devices import DeviceReport, require_alike
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 H200 = DeviceReport("NVIDIA H200", "9.0", 132, 140 * 2**30)
 
@@ -46,8 +49,18 @@ def test_gpus_that_differ_only_in_memory_are_logged(caplog: pytest.LogCaptureFix
 def test_devices_are_compared_before_ranks_load(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The other rank waits for the first and reads no message, so it is killed at once."""
     monkeypatch.setattr(devices, "report", lambda wanted, rank: H200)
+    seconds: list[float] = []  # that each rank gets to end by itself
+    end = RankChild.end
+
+    def record(rank: RankChild, patience: float) -> None:
+        seconds.append(patience)
+        end(rank, patience)
+
+    monkeypatch.setattr(RankChild, "end", record)
     with pytest.raises(ConfigError, match=r"rank 0: NVIDIA H200 .*; rank 1: CPU"):
         LLM(
             str(checkpoint("llama3-gqa")), device="cpu", tensor_parallel_size=2, load_format="dummy"
         )
+    assert seconds == [0.1]

@@ -3,7 +3,8 @@
 `server.hook_environment` puts this folder on their path. Files in the folder TEST_HOOKS act while
 they exist: `slow` delays each step, `broken` fails it, and the name of a module delays the start
 of processes that run it. With TEST_STEPS=equal, drafts are thought to cost nothing: how many are
-verified does not depend on how busy the machine is.
+verified does not depend on how busy the machine is. Pauses between restarts of an engine are short,
+and a silent one gets a ping soon.
 """
 
 from __future__ import annotations
@@ -28,27 +29,43 @@ def wait_to_start() -> None:
         time.sleep(0.01)
 
 
-class WorkerHook(MetaPathFinder):
-    """Wraps the steps of `toolkit.worker.worker` when it is imported.
-
-    Importing it here would import torch.
-    """
+class Hooks(MetaPathFinder):
+    """Changes modules when they are imported. Importing them here would import torch."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name != "toolkit.worker.worker":
+        if name not in CHANGES:
             return None
-        sys.meta_path.remove(self)
+        change = CHANGES.pop(name)
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            module.Worker.execute = with_hooks(module.Worker.execute)
-            if os.environ.get("TEST_STEPS") == "equal":
-                module.WarmUp.step_seconds = lambda *_: [(1, 1.0), (1000, 1.0)]
+            change(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def change_worker(module: ModuleType) -> None:
+    module.Worker.execute = with_hooks(module.Worker.execute)
+    if os.environ.get("TEST_STEPS") == "equal":
+        module.WarmUp.step_seconds = lambda *_: [(1, 1.0), (1000, 1.0)]
+
+
+def change_revival(module: ModuleType) -> None:
+    module.BACK_OFF = tuple(seconds / 20 for seconds in module.BACK_OFF)
+
+
+def change_core_client(module: ModuleType) -> None:
+    module.PING_AFTER, module.GRACE = 1.0, 1.0
+
+
+CHANGES = {
+    "toolkit.engine.cores.core_client": change_core_client,
+    "toolkit.worker.worker": change_worker,
+    "toolkit.engine.cores.revival": change_revival,
+}
 
 
 def with_hooks(execute: Callable[..., object]) -> Callable[..., object]:
@@ -63,4 +80,6 @@ def with_hooks(execute: Callable[..., object]) -> Callable[..., object]:
 
 
 wait_to_start()
-sys.meta_path.insert(0, WorkerHook())
+for name in CHANGES.keys() & sys.modules.keys():  # in a forked process
+    CHANGES.pop(name)(sys.modules[name])
+sys.meta_path.insert(0, Hooks())

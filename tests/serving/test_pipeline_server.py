@@ -11,7 +11,7 @@ from tests.server import Server, gone, until
 from tests.serving.test_ranks import PROMPTS, TOKENS, ask, ranks
 
 
-def test_streams_survive_the_death_of_a_stage(
+def test_streams_survive_the_death_of_a_stage_and_a_signal_ends_all(
     start: Callable[..., Server], model: Any, reference: Reference
 ) -> None:
     server = start("--pipeline-parallel-size", "2", model=model)
@@ -23,3 +23,7 @@ def test_streams_survive_the_death_of_a_stage(
     assert "Traceback" not in server.stderr
     until(lambda: gone(last))
     assert server.http.get("/server_info").json()["device"]["world_size"] == 2
+    [successor] = ranks(server)
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert gone(successor)

@@ -85,27 +85,46 @@ async def streamed(
     return answers
 
 
-def check_streams(server: Server, reference: Reference) -> None:
+def check_streams(
+    server: Server, reference: Reference, harm: Callable[[], object] | None = None
+) -> None:
     """Kill the engine while many streams run, for the first time."""
     bodies = [
         {"prompt": p, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True} for p in PROMPTS
     ]
-    answers = asyncio.run(ask(server, bodies, kill=True))
+    answers = asyncio.run(streamed(server, bodies, harm or server.cores[0].kill))
     assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
     assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
         ("length", TOKENS, None)
     }
     assert server.stderr.count("SIGKILL") == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
-    until(
-        lambda: server.metric("tk:request_success_total", finished_reason="length") == len(PROMPTS)
-    )
 
 
-def test_many_streams_survive_the_death_of_the_engine(server: Server, reference: Reference) -> None:
-    check_streams(server, reference)
+def num_complete(server: Server) -> float:
+    return server.metric("tk:request_success_total", finished_reason="length")
+
+
+def test_all_answers_survive_the_death_of_the_engine(server: Server, reference: Reference) -> None:
+    """One answer is not streamed, and the request for another arrives while no engine runs."""
+    clients: list[Client] = []
+
+    def kill() -> None:
+        clients.append(Client(server, 300, stream=False))
+        until(lambda: server.metric("tk:num_requests_running") == len(PROMPTS) + 1)
+        with server.holding("toolkit.engine.cores.core_process"):
+            server.core.kill()
+            until(lambda: "SIGKILL" in server.stderr)
+            clients.append(Client(server, 5))
+            until(lambda: clients[1].status == 200)
+
+    check_streams(server, reference, kill)
+    for client, num_tokens in zip(clients, (300, 5), strict=True):
+        client.finish()
+        assert (client.status, client.num_tokens, client.broken) == (200, num_tokens, None)
+    until(lambda: num_complete(server) == len(PROMPTS) + 2)
     until(server.is_idle)
-    assert server.metric("tk:generation_tokens_total") == len(PROMPTS) * TOKENS
+    assert server.metric("tk:generation_tokens_total") == len(PROMPTS) * TOKENS + 300 + 5
 
 
 def test_request_options_hold_after_the_engine_s_death(server: Server) -> None:
@@ -148,22 +167,6 @@ def test_drafts_follow_the_engine_s_death(server: Server) -> None:
     until(lambda: server.metric(accepted) > before + 20)
 
 
-def test_unstreamed_answers_survive_the_death_of_the_engine(start: Callable[..., Server]) -> None:
-    server = start()
-    with server.slowly():
-        clients = put_under_load(server, 300)
-        with server.holding("toolkit.engine.cores.core_process"):
-            server.core.kill()
-            until(lambda: "SIGKILL" in server.stderr)
-            late = Client(server, 5)  # arrives while no engine runs
-            until(lambda: late.status == 200)
-    for client in clients:
-        client.finish()
-        assert (client.status, client.num_tokens, client.broken) == (200, 300, None)
-    late.finish()
-    assert late.num_tokens == 5
-
-
 def test_an_engine_that_keeps_dying_ends_the_server_with_the_cause(
     start: Callable[..., Server], model: Any, reference: Reference
 ) -> None:
@@ -172,6 +175,7 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_the_cause(
     with server.slowly():
         clients = put_under_load(server, ENDLESS)
     check_streams(server, reference)
+    until(lambda: num_complete(server) == len(PROMPTS))
     with server.slowly():
         for death in range(1, 4):
             until(lambda n=death: server.stderr.count("runs again") == n)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +13,7 @@ import psutil
 import pytest
 
 from tests.api.conftest import Reference
-from tests.server import WAIT, Client, Server, until
+from tests.server import WAIT, Client, Server, gone, put_under_load, until
 from tests.serving.test_recovery import Answer, read, streamed
 
 TOKENS = 96
@@ -23,12 +25,10 @@ ENGINES = ("0", "1")
 ENDLESS = 8000
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two API workers"])
-def server(
-    request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    several = ["--data-parallel-size", "2", "--api-workers", str(request.param)]
-    several += ["--pooling", "last"]
+@pytest.fixture(scope="module")
+def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of two engines and two API workers. The last test ends it."""
+    several = ["--data-parallel-size", "2", "--api-workers", "2", "--pooling", "last"]
     served = Server(str(model), *several, cwd=tmp_path_factory.mktemp("several"))
     yield served
     served.stop()
@@ -39,10 +39,6 @@ def check_texts(answers: list[Answer], reference: Reference) -> None:
     assert {(a.finish_reason, a.usage["completion_tokens"], a.error) for a in answers} == {
         ("length", TOKENS, None)
     }
-
-
-one_process = pytest.mark.parametrize("server", [1], indirect=True, ids=["one process"])
-two_workers = pytest.mark.parametrize("server", [2], indirect=True, ids=["two API workers"])
 
 
 def of_engines(server: Server, name: str, **labels: str) -> list[float]:
@@ -68,21 +64,6 @@ def test_both_engines_work_and_their_metrics_add_up(server: Server, reference: R
     until(server.is_idle)
 
 
-@one_process  # API workers learn of each other's requests later
-def test_prompts_with_a_common_prefix_go_to_the_same_engine(server: Server) -> None:
-    for number in range(4):
-        before = of_engines(server, "request_success_total")
-        hits = server.metric("tk:prefix_cache_hits_total")
-        for question in "abc":
-            prompt = f"{number} is what this begins with, and it is long enough: {question}"
-            server.http.post(
-                "/v1/completions", json={"prompt": prompt, "max_tokens": 2}
-            ).raise_for_status()
-        after = of_engines(server, "request_success_total")
-        assert sorted(b - a for a, b in zip(before, after, strict=True)) == [0.0, 3.0]
-        assert server.metric("tk:prefix_cache_hits_total") - hits == 2 * 48
-
-
 def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
     with server.slowly():
         clients = [
@@ -90,10 +71,8 @@ def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
             for i in range(2)
         ]
         until(lambda: all(client.events for client in clients))
-        if server.workers:  # they may not know each other's requests yet
-            until(lambda: sum(of_engines(server, "num_requests_running")) == 2.0)
-        else:
-            until(lambda: of_engines(server, "num_requests_running") == [1.0, 1.0])
+        # Perhaps of one engine: API workers may not know each other's requests yet.
+        until(lambda: sum(of_engines(server, "num_requests_running")) == 2.0)
         assert server.http.get("/load").json()["num_requests_running"] == 2
         listed = server.http.get("/tk/requests").json()["requests"]
         assert len(listed) == 2
@@ -105,7 +84,6 @@ def test_requests_of_both_engines_are_listed_and_ended(server: Server) -> None:
     until(server.is_idle)
 
 
-@two_workers
 def test_prompt_tokens_of_embeddings_are_counted_per_engine(server: Server) -> None:
     texts = [f"{i} and more" for i in range(8)]
     before = of_engines(server, "prompt_tokens_total")
@@ -116,7 +94,6 @@ def test_prompt_tokens_of_embeddings_are_counted_per_engine(server: Server) -> N
     assert min(each) > 0
 
 
-@two_workers
 def test_a_cleared_prefix_cache_is_known_to_all_api_workers(server: Server) -> None:
     """A cached prompt goes to its engine, also if that is busy. Any other goes to the idle one."""
     prompt = [7] * 2000
@@ -148,7 +125,6 @@ def test_a_cleared_prefix_cache_is_known_to_all_api_workers(server: Server) -> N
     until(server.is_idle)
 
 
-@two_workers
 def test_pings_of_an_idle_engine_run_no_steps(server: Server) -> None:
     steps = server.metric("tk:iteration_tokens_total_count")
     asked = psutil.Process(server.cores[0].pid).num_ctx_switches().voluntary
@@ -172,3 +148,18 @@ def test_streams_of_a_dead_engine_continue_on_the_other(
     assert server.metric("tk:engine_restarts_total") == 1
     assert server.http.get("/health").status_code == 200
     until(server.is_idle)
+
+
+def test_killing_the_server_ends_its_processes(server: Server) -> None:
+    with server.slowly():
+        clients = put_under_load(server, ENDLESS)
+        others = [*server.cores, *server.workers]
+        assert len(others) == 4
+        sockets = [Path(core.cmdline()[-1]) for core in server.cores]
+        assert all(folder.is_dir() for folder in sockets)
+        server.signal(signal.SIGKILL)
+        until(lambda: all(gone(process) for process in others))
+    assert not any(folder.exists() for folder in sockets)
+    for client in clients:
+        client.finish()
+        assert client.broken is not None

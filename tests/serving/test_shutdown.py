@@ -1,4 +1,4 @@
-"""Shutdown: in order, at once, and after its processes are killed."""
+"""Shutdown: in order, after the timeout, and during start-up."""
 
 from __future__ import annotations
 
@@ -70,18 +70,6 @@ def check_cut_off(server: Server, clients: list[Client]) -> None:
     assert server.popen.stdout.read() == ""
 
 
-def test_a_second_ctrl_c_ends_requests_with_an_error(start: Callable[..., Server]) -> None:
-    """One process: see `test_the_log_has_a_line_per_request_and_no_prompt`."""
-    server = start("--api-workers", "2")
-    with server.slowly():
-        clients = put_under_load(server, ENDLESS)
-        server.signal(signal.SIGINT)
-        await_refusal(server)
-        assert not any(c.error for c in clients)
-        server.signal(signal.SIGINT)
-        check_cut_off(server, clients)
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_after_the_timeout_requests_end_with_an_error(
     start: Callable[..., Server], num_workers: int
@@ -127,17 +115,3 @@ def test_a_signal_during_start_up_ends_all_processes(
         assert "ready" not in process.stderr
     finally:
         process.stop()
-
-
-def test_killing_the_server_ends_its_processes(start: Callable[..., Server]) -> None:
-    server = start("--api-workers", "2")
-    with server.slowly():
-        clients = put_under_load(server, ENDLESS)
-        others, sockets = [server.core, *server.workers], Path(server.core.cmdline()[-1])
-        assert sockets.is_dir()
-        server.signal(signal.SIGKILL)
-        until(lambda: all(gone(process) for process in others))
-    assert not sockets.exists()
-    for client in clients:
-        client.finish()
-        assert client.broken is not None

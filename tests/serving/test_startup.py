@@ -196,9 +196,6 @@ def cut(path: Path, size: int) -> None:
 
 
 FAILURES = {
-    "unknown model": Failure(["modle", "Did you mean model"], ["modle"]),
-    "unknown folder": Failure(["./modl", "no folder", "Did you mean model"], ["./modl"]),
-    "not a model folder": Failure(["config.json"], ["."]),
     "truncated weights": Failure(["model-00001"], prepare=lambda f: cut(shards(f)[0], 2000)),
     "corrupt tokenizer": Failure(
         ["tokenizer"], tokenizer=True, prepare=lambda f: (f / "tokenizer.json").write_text("{")
@@ -208,10 +205,19 @@ FAILURES = {
         ["model", "--kv-cache-memory", str(SMALL)],
         code=1,
     ),
+}  # fmt: skip
+"""Errors of the engine."""
+
+
+EARLY_FAILURES = {
+    "unknown model": Failure(["modle", "Did you mean model"], ["modle"]),
+    "unknown folder": Failure(["./modl", "no folder", "Did you mean model"], ["./modl"]),
+    "not a model folder": Failure(["config.json"], ["."]),
     "wrong variable": Failure(["TK_PORT", "abc"], ["model"], {"TK_PORT": "abc"}),
     "wrong host": Failure(["--host", "nowhere.invalid"], ["model", "--host", "nowhere.invalid"]),
     "wrong value": Failure(["--block-size", "999"], ["model", "--block-size", "999"]),
 }  # fmt: skip
+"""Errors of the first process."""
 
 
 MODEL_FAILURES: dict[str, tuple[list[str], dict[str, object], Callable[[Path], object]]] = {
@@ -259,8 +265,7 @@ def failed(
         checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
         failure.prepare(folder)
         arguments = failure.arguments or ["model"]
-        ports = [] if "TK_PORT" in failure.variables else ["--port", "0"]
-        process = Process("serve", *arguments, *ports, cwd=cwd, **failure.variables)
+        process = Process("serve", *arguments, "--port", "0", cwd=cwd)
         try:
             process.wait(START_TIMEOUT)
         finally:
@@ -277,14 +282,31 @@ def test_a_start_up_error_is_one_message_and_an_exit_code(
     failed: Callable[[str], Process], name: str
 ) -> None:
     process = failed(name)
-    assert process.popen.returncode == FAILURES[name].code
-    message = process.lines[-1]
+    check_failure(FAILURES[name], process.popen.returncode, process.lines)
+
+
+@pytest.mark.parametrize("name", EARLY_FAILURES)
+def test_an_error_before_the_engine_starts_is_one_message(
+    tk_here: Callable[..., subprocess.CompletedProcess[str]],
+    model: Path,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    failure = EARLY_FAILURES[name]
+    (tmp_path / "model").symlink_to(model)
+    ended = tk_here("serve", *failure.arguments, cwd=tmp_path, **failure.variables)
+    check_failure(failure, ended.returncode, ended.stderr.splitlines())
+
+
+def check_failure(failure: Failure, code: int, lines: list[str]) -> None:
+    assert code == failure.code
+    message = lines[-1]
     assert message.startswith("tk: ")
-    for part in FAILURES[name].says:
+    for part in failure.says:
         assert part in message
     others = [
         line
-        for line in process.lines
+        for line in lines
         if not re.match(r' +(config|weights|KV cache) +[\d.]+ s$|{"time"', line)
     ]
     assert others == [message], "only the phases before it, and no traceback"

@@ -16,6 +16,7 @@ import pytest
 
 from tests.api.conftest import Reference
 from tests.server import KEEP_ALIVE, START_TIMEOUT, WAIT, Client, Process, Server, gone, until
+from tests.serving.test_shutdown import await_refusal
 
 KEY = "a secret key"
 ENDLESS = 8000
@@ -192,7 +193,7 @@ def test_a_stopped_worker_does_not_block_the_metrics(pair: Server) -> None:
 
 
 def test_a_dead_worker_is_replaced_and_its_requests_get_an_error(pair: Server) -> None:
-    """Ends the server."""
+    """A second Ctrl-C ends the others with an error."""
     with pair.slowly():
         lose_a_worker(pair)
     assert "Traceback" not in pair.stderr
@@ -216,12 +217,8 @@ def lose_a_worker(server: Server) -> None:
     assert server.metric("tk:generation_tokens_total") >= tokens
     until(lambda: len(set(answering(server))) == 2)
     server.signal(signal.SIGINT)
-    until(
-        lambda: (
-            server.http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code
-            == 503
-        )
-    )
+    await_refusal(server)
+    assert sum(c.error is None for c in clients) == 3
     server.signal(signal.SIGINT)
     assert server.wait() == 0
     for client in clients:
@@ -229,6 +226,9 @@ def lose_a_worker(server: Server) -> None:
         assert client.num_tokens is None
         assert client.broken is None
     assert sum("ended unexpectedly" in c.error for c in clients) == 3
+    assert sum("shutting down" in c.error for c in clients) == 3
+    assert gone(server.core)
+    assert server.popen.stdout.read() == ""
     assert Counter(c.status for c in clients) == {200: 4, 503: 2}
 
 

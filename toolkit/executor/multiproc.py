@@ -167,10 +167,10 @@ class MultiprocExecutor(Executor):
         self._is_closing.set()
         if not self._broken:
             self._send(encode(EndRank()))
-        healthy = not self._broken
+        is_reading = self._has_started and not self._broken  # else ranks may wait for each other
         deadline = time.monotonic() + 5
         for rank in self._ranks:
-            rank.end(max(0.1, deadline - time.monotonic()) if healthy else 0.1)
+            rank.end(max(0.1, deadline - time.monotonic()) if is_reading else 0.1)
         self._ranks = []
         try:
             if self._worker is not None:

@@ -18,6 +18,8 @@ from toolkit.engine.cores import core_client
 from toolkit.engine.cores.router import Placement, Router
 from toolkit.errors import EngineDeadError, ToolkitError
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 NAME = "llama3-gqa"
 SMALL = {"device": "cpu", "num_threads": 1, "num_gpu_blocks_override": 200, "max_num_seqs": 4}
 
@@ -71,19 +73,18 @@ def test_prompts_are_spread_and_tokens_match_transformers(llm: LLM, placed: list
     assert not llm._core.has_work
 
 
-def test_equal_prompts_go_to_one_engine_until_the_cache_is_reset(
-    llm: LLM, placed: list[int]
-) -> None:
-    known = {"prompt_token_ids": [5] * 100}
-
-    def num_cached() -> int:
-        [result] = llm.generate(known, SamplingParams(max_tokens=1), use_tqdm=False)
+def test_a_common_prefix_goes_to_one_engine_until_it_is_reset(llm: LLM, placed: list[int]) -> None:
+    def num_cached(prefix: int, last: int) -> int:
+        prompt = {"prompt_token_ids": [prefix] * 100 + [last]}
+        [result] = llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
         return result.num_cached_tokens
 
-    assert [num_cached() for _ in range(3)] == [0, 96, 96]
-    assert len(set(placed)) == 1
+    for prefix in range(3, 7):
+        placed.clear()
+        assert [num_cached(prefix, last) for last in range(3)] == [0, 96, 96]
+        assert len(set(placed)) == 1
     llm.reset_prefix_cache()
-    assert num_cached() == 0
+    assert num_cached(prefix, 0) == 0
 
 
 def test_unseeded_answers_differ_and_embeddings_match_one_engine(
@@ -133,7 +134,7 @@ def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM, folder: Path) -
 def test_a_failed_start_reports_the_cause_and_leaves_no_process(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    before = psutil.Process().children()
+    before = psutil.Process().children(recursive=True)
     with pytest.raises(ToolkitError, match="max-model-len"):
         LLM(str(checkpoint(NAME)), data_parallel_size=2, max_model_len=10**6, **SMALL)
-    assert set(psutil.Process().children()) <= set(before)
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
