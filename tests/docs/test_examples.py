@@ -24,6 +24,7 @@ from tests.docs.examples import (
     write_files,
 )
 from tests.hub import Hub
+from tests.local import LocalServer
 from tests.server import WAIT, Server
 from toolkit.demo import MODEL_DIR
 from tools.docs.prose import PROSE
@@ -63,7 +64,7 @@ CERTIFICATE = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the demo model."""
-    running = Server(cwd=tmp_path_factory.mktemp("server"))
+    running = LocalServer(cwd=tmp_path_factory.mktemp("server"))
     yield running
     running.stop()
 

@@ -109,7 +109,9 @@ def test_an_engine_whose_steps_all_fail_is_unhealthy(own: Server) -> None:
     until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
 
 
-def test_a_model_with_nan_weights_is_unhealthy(start: Callable[..., Server], model: Path) -> None:
+def test_a_model_with_nan_weights_is_unhealthy(
+    start_local: Callable[..., Server], model: Path
+) -> None:
     """Its steps raise nothing and return no token."""
     from safetensors.torch import load_file, save_file
 
@@ -121,7 +123,7 @@ def test_a_model_with_nan_weights_is_unhealthy(start: Callable[..., Server], mod
         ruined / "model.safetensors",
         {"format": "pt"},
     )
-    server = start(model=ruined)
+    server = start_local(model=ruined)
     Client(server, 3, stream=False).finish()
     assert statuses(server) == UNHEALTHY
     assert "not finite" in server.http.get("/health").json()["error"]["message"]

@@ -15,6 +15,7 @@ import pytest
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from tests import checkpoints
+from tests.local import LocalServer
 from tests.pooling.folders import MINILM, TEXTS, bert, bert_tokenizer, save
 from tests.server import WAIT, Server, until
 from toolkit.api.pooling.embeddings import EmbeddingList
@@ -25,7 +26,7 @@ DOCUMENTS = ["Bread is baked.", "The sea is calm.", "It likes fish.", "What the 
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    served = Server(
+    served = LocalServer(
         str(MINILM), "--served-model-name", "minilm", cwd=tmp_path_factory.mktemp("minilm")
     )
     yield served
@@ -46,7 +47,7 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scorer(cross_encoder: Path) -> Iterator[Server]:
-    served = Server(str(cross_encoder), cwd=cross_encoder.parent)
+    served = LocalServer(str(cross_encoder), cwd=cross_encoder.parent)
     yield served
     until(served.is_idle)
     served.stop()
