@@ -143,7 +143,7 @@ def test_each_request_is_a_span_of_its_caller_s_trace(start_local: Callable[...,
             pass
 
     collector = HTTPServer(("127.0.0.1", 0), Collector)
-    Thread(target=collector.serve_forever, daemon=True).start()
+    Thread(target=collector.serve_forever, args=[0.01], daemon=True).start()
     try:
         endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
         server = start_local("--otlp-traces-endpoint", endpoint, OTEL_BSP_SCHEDULE_DELAY="100")
