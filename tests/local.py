@@ -31,12 +31,15 @@ from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.cores import core_client
 from toolkit.engine.cores.core_process import CoreProcess
 from toolkit.logs import LogStyle
+from toolkit.metrics import shared
 from toolkit.serving import lifecycle
 from toolkit.serving.checks import check_server_settings
 from toolkit.serving.front import SingleProcess
 from toolkit.serving.ready_card import print_ready_card
 from toolkit.serving.stats_log import set_info_metrics
 from toolkit.worker.worker import Worker
+
+METRICS_INTERVAL, STEP = 0.01, 0.1  # seconds, as in `inside.sitecustomize`
 
 
 class CoreThread:
@@ -86,6 +89,7 @@ class LocalServer(Server):
             self._thread = threading.Thread(target=self._run, args=settings, daemon=True)
             self._thread.start()
             assert self._started.wait(START_TIMEOUT)
+        self._interval, shared.INTERVAL = shared.INTERVAL, METRICS_INTERVAL
         self._handlers, root.handlers = root.handlers, others + root.handlers
         if self._error is not None:
             raise self._error
@@ -103,7 +107,7 @@ class LocalServer(Server):
         execute = Worker.execute
 
         def slow(worker: Worker, step: object) -> object:
-            time.sleep(0.1)
+            time.sleep(STEP)
             return execute(worker, step)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -118,6 +122,7 @@ class LocalServer(Server):
         self.http.close()
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(WAIT)
+        shared.INTERVAL = self._interval
         root = logging.getLogger()
         root.setLevel(self._level)
         for handler in self._handlers:

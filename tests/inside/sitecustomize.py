@@ -3,7 +3,8 @@
 `server.hook_environment` puts this folder on their path. Files in the folder TEST_HOOKS act while
 they exist: `slow` delays each step, `broken` fails it, and the name of a module delays the start
 of processes that run it. With TEST_STEPS=equal, drafts are thought to cost nothing: how many are
-verified does not depend on how busy the machine is.
+verified does not depend on how busy the machine is. TEST_METRICS_INTERVAL: between two readings of
+/metrics, in seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+METRICS_INTERVAL = 0.01  # seconds between two readings of /metrics: tests read them often
 STEP = 0.1  # seconds of a slow step: as long as a thousand others
 HOOKS = Path(os.environ["TEST_HOOKS"])
 
@@ -28,27 +30,38 @@ def wait_to_start() -> None:
         time.sleep(0.01)
 
 
-class WorkerHook(MetaPathFinder):
-    """Wraps the steps of `toolkit.worker.worker` when it is imported.
+class Hook(MetaPathFinder):
+    """Changes modules when they are imported.
 
-    Importing it here would import torch.
+    Importing the worker here would import torch.
     """
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name != "toolkit.worker.worker":
+        change = CHANGES.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            module.Worker.execute = with_hooks(module.Worker.execute)
-            if os.environ.get("TEST_STEPS") == "equal":
-                module.WarmUp.step_seconds = lambda *_: [(1, 1.0), (1000, 1.0)]
+            change(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def change_worker(module: ModuleType) -> None:
+    module.Worker.execute = with_hooks(module.Worker.execute)
+    if os.environ.get("TEST_STEPS") == "equal":
+        module.WarmUp.step_seconds = lambda *_: [(1, 1.0), (1000, 1.0)]
+
+
+def change_metrics(module: ModuleType) -> None:
+    module.INTERVAL = float(os.environ.get("TEST_METRICS_INTERVAL", METRICS_INTERVAL))
+
+
+CHANGES = {"toolkit.worker.worker": change_worker, "toolkit.metrics.shared": change_metrics}
 
 
 def with_hooks(execute: Callable[..., object]) -> Callable[..., object]:
@@ -63,4 +76,4 @@ def with_hooks(execute: Callable[..., object]) -> Callable[..., object]:
 
 
 wait_to_start()
-sys.meta_path.insert(0, WorkerHook())
+sys.meta_path.insert(0, Hook())
