@@ -160,7 +160,7 @@ def start(bare_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture
 def start_local(bare_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Like `start`, in this process."""
+    """Starts a server in this process for one test."""
     yield from _starter(LocalServer, bare_model, tmp_path)
 
 

@@ -492,7 +492,7 @@ def test_tls_accepts_only_clients_with_a_certificate(
     tmp_path: Path,
     num_workers: int,
 ) -> None:
-    """One: uvicorn's own listener. Two: connections that are handed over."""
+    """Uvicorn's own listener, and connections that are handed over to workers, check it."""
     authority, other = trustme.CA(), trustme.CA()
     identity, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("client@example.org")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
