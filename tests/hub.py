@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import threading
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, hf_api
+from huggingface_hub.utils import _cache_manager
 
 
 class Hub:
@@ -41,7 +47,7 @@ class Hub:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=[0.01], daemon=True).start()
 
     def add(self, name: str, folder: Path, revision: str = "main", **more: bytes) -> None:
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -147,3 +153,28 @@ class Hub:
 
 def commit_of(name: str, revision: str) -> str:
     return hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def hub_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Apply variables to the hub's library, which reads them only when it is imported."""
+    endpoint, home = variables["HF_ENDPOINT"], Path(variables["HF_HOME"])
+    offline = variables.get("HF_HUB_OFFLINE", "0") == "1"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("HF_")]:
+            patch.delenv(name)
+        patch.setattr(hf_api.api, "endpoint", endpoint)
+        patch.setattr(_cache_manager, "HF_HUB_CACHE", str(home / "hub"))
+        for name, value in (
+            ("ENDPOINT", endpoint),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("HF_HOME", str(home)),
+            ("HF_HUB_CACHE", str(home / "hub")),
+            ("HUGGINGFACE_HUB_CACHE", str(home / "hub")),
+            ("HF_TOKEN_PATH", str(home / "token")),
+            ("HF_XET_CACHE", str(home / "xet")),
+            ("HF_HUB_OFFLINE", offline),
+        ):
+            assert hasattr(constants, name)
+            patch.setattr(constants, name, value)
+        yield

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests import checkpoints
+from tests.local import LocalServer
 from tests.server import Server, shared
 
 CONTEXT = 8192
@@ -154,12 +155,22 @@ def bare_model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture
 def start(bare_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts a server for one test: `start("--flag", ..., NAME="value")`."""
+    yield from _starter(Server, bare_model, tmp_path)
+
+
+@pytest.fixture
+def start_local(bare_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts a server in this process for one test."""
+    yield from _starter(LocalServer, bare_model, tmp_path)
+
+
+def _starter(kind: type[Server], bare_model: Path, cwd: Path) -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
-    def start_one(*arguments: str, model: Path = bare_model, **environment: str) -> Server:
-        started.append(Server(str(model), *arguments, cwd=tmp_path, **environment))
+    def start(*arguments: str, model: Path = bare_model, **environment: str) -> Server:
+        started.append(kind(str(model), *arguments, cwd=cwd, **environment))
         return started[-1]
 
-    yield start_one
+    yield start
     for server in started:
         server.stop()

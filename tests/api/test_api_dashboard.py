@@ -130,7 +130,7 @@ def test_prompt_tokens_are_counted_by_source(server: Server) -> None:
 # ---- traces
 
 
-def test_each_request_is_a_span_of_its_caller_s_trace(start: Callable[..., Server]) -> None:
+def test_each_request_is_a_span_of_its_caller_s_trace(start_local: Callable[..., Server]) -> None:
     received: list[bytes] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -143,10 +143,10 @@ def test_each_request_is_a_span_of_its_caller_s_trace(start: Callable[..., Serve
             pass
 
     collector = HTTPServer(("127.0.0.1", 0), Collector)
-    Thread(target=collector.serve_forever, daemon=True).start()
+    Thread(target=collector.serve_forever, args=[0.01], daemon=True).start()
     try:
         endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
-        server = start("--otlp-traces-endpoint", endpoint, OTEL_BSP_SCHEDULE_DELAY="100")
+        server = start_local("--otlp-traces-endpoint", endpoint, OTEL_BSP_SCHEDULE_DELAY="100")
         trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         headers = {"traceparent": f"00-{trace}-{parent}-01", "X-Request-Id": "order-9"}
         body = {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.api.conftest import CONTEXT, Reference
+from tests.local import LocalServer
 from tests.server import Server, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -349,7 +350,9 @@ def test_an_error_of_the_chat_template_is_400(client: openai.OpenAI) -> None:
 @pytest.fixture(scope="module")
 def bare(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of a model without a tokenizer, behind a key."""
-    server = Server(str(bare_model), "--api-key", "sesame", cwd=tmp_path_factory.mktemp("bare"))
+    server = LocalServer(
+        str(bare_model), "--api-key", "sesame", cwd=tmp_path_factory.mktemp("bare")
+    )
     server.http.headers["Authorization"] = "Bearer sesame"
     yield server
     server.stop()

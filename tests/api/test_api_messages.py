@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from tests.api.conftest import Reference
+from tests.local import LocalServer
 from tests.server import Server, until
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -178,7 +179,7 @@ TOOLS = [
 @pytest.fixture(scope="module")
 def caller(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
     """A client of a server whose template has a place for tools."""
-    served = Server(
+    served = LocalServer(
         str(model), "--chat-template", TEMPLATE, "--num-gpu-blocks-override", "1024",
         cwd=tmp_path_factory.mktemp("tools"),
     )  # fmt: skip
@@ -433,9 +434,12 @@ def test_error_types_are_those_of_anthropic(
         assert error_type(error) == name
 
 
-def test_errors_outside_the_routes_have_anthropic_types(start: Any, model: Path) -> None:
+def test_errors_outside_the_routes_have_anthropic_types(
+    start_local: Callable[..., Server], model: Path
+) -> None:
     limits = ("--requests-per-minute", "3", "--request-timeout", "0.4")
-    server = start(*limits, "--api-key", "k", "--admin-key", "boss", model=model)
+    keys = ("--api-key", "k", "--admin-key", "boss")
+    server = start_local(*limits, *keys, model=model)
     body: Any = {"model": "", "max_tokens": 8000, "messages": QUESTION}
     with anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as error:
@@ -445,18 +449,18 @@ def test_errors_outside_the_routes_have_anthropic_types(start: Any, model: Path)
         with pytest.raises(anthropic.NotFoundError) as error:
             client.post("/v1/messages/batches", cast_to=object)
         assert error_type(error) == "not_found_error"
-        server.core.suspend()
-        with pytest.raises(anthropic.APIStatusError) as error:
-            client.messages.create(**body)
-        assert (error.value.status_code, error_type(error)) == (504, "timeout_error")
-        with (
-            pytest.raises(anthropic.APIStatusError) as error,
-            client.messages.stream(**body) as stream,
-        ):
-            assert stream.get_final_text() == "never complete"
-        assert error_type(error) == "timeout_error"
-        with pytest.raises(anthropic.RateLimitError) as error:
-            client.messages.create(**body)
-        assert error_type(error) == "rate_limit_error"
+        with server.slowly():
+            with pytest.raises(anthropic.APIStatusError) as error:
+                client.messages.create(**body)
+            assert (error.value.status_code, error_type(error)) == (504, "timeout_error")
+            with (
+                pytest.raises(anthropic.APIStatusError) as error,
+                client.messages.stream(**body) as stream,
+            ):
+                assert stream.get_final_text() == "never complete"
+            assert error_type(error) == "timeout_error"
+            with pytest.raises(anthropic.RateLimitError) as error:
+                client.messages.create(**body)
+            assert error_type(error) == "rate_limit_error"
     server.http.headers["X-API-Key"] = "k"
     assert "type" not in server.http.get("/v1/models/none").json(), "other routes: OpenAI's errors"

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from tests.server import Server, until
 
-SECONDS = 70 * float(os.environ.get("TK_TEST_SCALE", "0.15"))
+SECONDS = 30 * float(os.environ.get("TK_TEST_SCALE", "0.15"))
 LONGEST = 90.0  # seconds for a response
 
 

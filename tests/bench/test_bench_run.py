@@ -286,7 +286,7 @@ async def test_starting_server_is_waited_for(server, unused_tcp_port):
     )
 
     async def later():
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.2)
         return await server.listen(unused_tcp_port)
 
     outcome, _ = await asyncio.gather(measure(settings), later())

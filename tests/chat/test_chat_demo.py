@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.local import LocalServer
 from tests.server import Server
 from toolkit.chat.commands import handle_line
 
@@ -18,7 +19,7 @@ PROGRAM = "from toolkit.cli import main; main()"
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> Iterator[Server]:
-    running = Server(cwd=tmp_path_factory.mktemp("server"))
+    running = LocalServer(cwd=tmp_path_factory.mktemp("server"))
     yield running
     running.stop()
 

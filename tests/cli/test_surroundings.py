@@ -33,8 +33,15 @@ def tk(command: str, home: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("command", ["models", "serve --dry-run"])
+@pytest.mark.parametrize(
+    ("command", "closed"),
+    [
+        ("models", "<&-"),
+        ("models", "<&- >&- 2>&-"),
+        ("serve --dry-run", ">&-"),
+        ("serve --dry-run", "<&- >&- 2>&-"),
+    ],
+)
 def test_command_with_closed_streams_succeeds(command, closed, tmp_path):
     done = tk(f"{TK} {command} {closed}", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,6 @@ class Models(BaseHTTPRequestHandler):
 def httpserver() -> Iterator[str]:
     """Serve, and yield the address."""
     with HTTPServer(("127.0.0.1", 0), Models) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

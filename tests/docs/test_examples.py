@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +22,10 @@ from tests.docs.examples import (
     shortened,
     write_files,
 )
-from tests.hub import Hub
+from tests.hub import Hub, hub_variables
+from tests.local import LocalServer
 from tests.server import WAIT, Server
+from toolkit.bench import search
 from toolkit.demo import MODEL_DIR
 from tools.docs.prose import PROSE
 
@@ -63,7 +64,7 @@ CERTIFICATE = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the demo model."""
-    running = Server(cwd=tmp_path_factory.mktemp("server"))
+    running = LocalServer(cwd=tmp_path_factory.mktemp("server"))
     yield running
     running.stop()
 
@@ -111,7 +112,8 @@ def folder(tmp_path: Path, model: Path) -> Path:
 @pytest.fixture
 def environment(server: Server, folder: Path) -> dict[str, str]:
     """Environment of examples that use the server."""
-    return {"HOME": str(folder), "TK_URL": server.url, "TK_RANDOM_OUTPUT_LEN": "8"}
+    settings = {"TK_URL": server.url, "TK_RANDOM_OUTPUT_LEN": "8", "TK_INTERVAL": "0.1"}
+    return {"HOME": str(folder), **settings}
 
 
 @pytest.mark.usefixtures("frozen_heap")
@@ -126,9 +128,11 @@ def test_example_runs(
     folder: Path,
     environment: dict[str, str],
     tk_here: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     if "--find-max-rps" in line:
         environment |= SEARCH
+        monkeypatch.setattr(search, "PRECISION", 2.0)
     if "before.json" in line:
         shutil.copy(result, folder / "before.json")
         shutil.copy(result, folder / "after.json")
@@ -138,28 +142,32 @@ def test_example_runs(
     assert done.stdout
 
 
-@pytest.mark.parametrize(
-    "line", [line for line in OTHERS if SHELL.search(line) or any(part in line for part in HUB)]
-)
-def test_example_runs_in_a_shell(
-    line: str, server: Server, hub: Hub, folder: Path, environment: dict[str, str]
+@pytest.mark.parametrize("line", [line for line in OTHERS if any(part in line for part in HUB)])
+def test_example_finds_models(
+    line: str, hub: Hub, folder: Path, environment: dict[str, str], tk_here: Callable
 ):
-    """Hub examples are here too, since a process reads the hub's address when it starts."""
+    (folder / "gpt2").unlink()
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf")}
+    with hub_variables(environment):
+        if "tk rm" in line:
+            tk_here("pull", "gpt2", cwd=folder, **environment)
+        done = tk_here(*shlex.split(line)[1:], cwd=folder, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or "Removed" in done.stderr
+
+
+@pytest.mark.parametrize("line", [line for line in OTHERS if SHELL.search(line)])
+def test_example_runs_in_a_shell(
+    line: str, server: Server, folder: Path, environment: dict[str, str]
+):
     tk = folder / "bin" / "tk"
     tk.parent.mkdir()
     tk.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m toolkit "$@"\n')
     tk.chmod(0o755)
     environment |= {"PATH": f"{tk.parent}:{os.environ['PATH']}"}
-    if any(part in line for part in HUB):
-        (folder / "gpt2").unlink()
-        environment |= {
-            "HF_ENDPOINT": hub.url,
-            "HF_HUB_OFFLINE": "0",
-            "HF_HOME": str(folder / "hf"),
-        }
-    command = f"tk pull gpt2 && {line}" if "tk rm" in line else directed(line, server)
     done = subprocess.run(
-        ["bash", "-c", command], input=QUESTION, cwd=folder, env=os.environ | environment,
+        ["bash", "-c", directed(line, server)], input=QUESTION, cwd=folder,
+        env=os.environ | environment,
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -177,19 +185,17 @@ def test_example_runs_an_engine(line: str, folder: Path, tk_here: Callable):
 
 
 @pytest.mark.parametrize("line", SERVERS)
-def test_example_serves_until_sigterm(line: str, folder: Path):
+def test_example_serves(line: str, folder: Path):
     if "cert.pem" in line:
         subprocess.run(CERTIFICATE.split(), cwd=folder, capture_output=True, check=True)
     words = shlex.split(shortened(line))
     start = words.index("tk")
     environment = dict(word.split("=", 1) for word in words[:start])
-    server = Server(*words[start + 2 :], cwd=folder, **environment)
+    server = LocalServer(*words[start + 2 :], cwd=folder, **environment)
     try:
         key = {"Authorization": "Bearer a-key"}
         card = httpx.get(f"{server.url}/v1/models", headers=key, verify=False, timeout=WAIT)
         [model] = card.raise_for_status().json()["data"]
         assert (model["id"], model["max_model_len"]) in {("gpt2", 512), ("model", 1024)}
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0
     finally:
         server.stop()

@@ -33,6 +33,7 @@ from tests.docs.examples import (
 )
 from tests.docs.test_completions import COMMANDS
 from tests.hub import Hub
+from tests.local import LocalServer
 from tests.pooling.folders import MINILM
 from tests.server import Server
 from toolkit import LLM
@@ -259,7 +260,7 @@ def server(folder: Path) -> Iterator[Server]:
     options = ("--pooling", "last", "--chat-template", "tools.jinja")
     adapter = ("--lora-modules", f"sql={folder / 'adapters' / 'sql'}", "--allow-runtime-lora")
     adapter += ("--lora-dir", str(folder / "adapters"))
-    running = Server(CHAT_MODEL, *options, *adapter, cwd=folder)
+    running = LocalServer(CHAT_MODEL, *options, *adapter, cwd=folder)
     yield running
     running.stop()
 

@@ -3,8 +3,9 @@
 `server.hook_environment` puts this folder on their path. Files in the folder TEST_HOOKS act while
 they exist: `slow` delays each step, `broken` fails it, and the name of a module delays the start
 of processes that run it. With TEST_STEPS=equal, drafts are thought to cost nothing: how many are
-verified does not depend on how busy the machine is. Pauses between restarts of an engine are short,
-and a silent one gets a ping soon.
+verified does not depend on how busy the machine is. TEST_METRICS_INTERVAL: between two readings of
+/metrics, in seconds. Pauses between restarts of an engine are short, and a silent one gets a ping
+soon.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+METRICS_INTERVAL = 0.01  # seconds between two readings of /metrics: tests read them often
 STEP = 0.1  # seconds of a slow step: as long as a thousand others
 HOOKS = Path(os.environ["TEST_HOOKS"])
 
@@ -33,9 +35,9 @@ class Hooks(MetaPathFinder):
     """Changes modules when they are imported. Importing them here would import torch."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name not in CHANGES:
+        change = CHANGES.pop(name, None)
+        if change is None:
             return None
-        change = CHANGES.pop(name)
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
@@ -61,8 +63,13 @@ def change_core_client(module: ModuleType) -> None:
     module.PING_AFTER, module.GRACE = 1.0, 1.0
 
 
+def change_metrics(module: ModuleType) -> None:
+    module.INTERVAL = float(os.environ.get("TEST_METRICS_INTERVAL", METRICS_INTERVAL))
+
+
 CHANGES = {
     "toolkit.engine.cores.core_client": change_core_client,
+    "toolkit.metrics.shared": change_metrics,
     "toolkit.worker.worker": change_worker,
     "toolkit.engine.cores.revival": change_revival,
 }

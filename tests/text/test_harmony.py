@@ -130,7 +130,7 @@ def without_marks(text: str) -> str:
     opening=st.sampled_from(["", OPENING, OPENING + FINAL, OPENING + ANALYSIS]),
     is_cut=st.booleans(),
 )
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=700, deadline=None)
 def test_pieces_do_not_change_the_messages(text, places, opening, is_cut):
     found = parse([text], opening=opening, is_cut=is_cut)
     assert parse(cut(text, places), opening=opening, is_cut=is_cut) == found
@@ -222,7 +222,7 @@ def harmony_messages(draw: st.DrawFn) -> str:
 
 
 @given(messages=st.lists(harmony_messages(), min_size=1, max_size=5))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_messages_are_those_of_openai_s_parser(messages):
     encoding, assistant = oracle()
     text = f"<|end|>{OPENING}".join(messages)

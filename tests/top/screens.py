@@ -57,10 +57,10 @@ async def screen(keys, size, expected=None, **settings):
     """Return the screen after `keys`. On a slow machine, wait up to 5 s for `expected`."""
     app = demo_app(**settings)
     async with app.run_test(size=size) as pilot:
-        await pilot.pause(0.1)
+        await pilot.pause(0.02)
         for key in keys:
             await pilot.press(key)
-            await pilot.pause(0.1)
+            await pilot.pause(0.02)
         for _ in range(100 * (expected is not None)):
             if screen_text(app) == expected:
                 break

@@ -241,8 +241,7 @@ def test_background_is_read_from_the_terminal(answer, variable, light, monkeypat
     import threading
 
     monkeypatch.setenv("COLORFGBG", variable)
-    if answer:
-        monkeypatch.setattr(background, "TIMEOUT", 60.0)
+    monkeypatch.setattr(background, "TIMEOUT", 60.0 if answer else 0.1)
     ours, theirs = pty.openpty()
 
     class Stream:

@@ -42,6 +42,7 @@ def poor(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             str(bare_model),
             *("--api-workers", "2", "--api-key", "k", "--disable-log-requests"),
             cwd=folder,
+            TEST_METRICS_INTERVAL="0.2",  # as without the hook: readers are attackers
         )
     yield started
     started.stop()

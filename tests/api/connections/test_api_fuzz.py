@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.api.conftest import Reference
 from tests.server import Server, until
 
-SECONDS = 4.0
+SECONDS = 2.0
 """After this time, and with ENOUGH responses, the remaining examples are skipped."""
 ENOUGH = {200: 40, 400: 100}
 

@@ -19,8 +19,12 @@ UNHEALTHY = {"/livez": 200, "/readyz": 503, "/health": 503}
 
 
 def statuses(server: Server) -> dict[str, int]:
-    with httpx.Client(base_url=server.url, timeout=WAIT) as http:
-        return {path: http.get(path).status_code for path in PROBES}
+    """Ask all probes at once: each waits for seconds for an engine that hangs."""
+    with (
+        httpx.Client(base_url=server.url, timeout=WAIT) as http,
+        ThreadPoolExecutor(len(PROBES)) as pool,
+    ):
+        return dict(zip(PROBES, [a.status_code for a in pool.map(http.get, PROBES)], strict=True))
 
 
 @pytest.mark.parametrize("path", [*PROBES, "/v1/models", "/v1/models/tiny", "/metrics", "/docs"])
@@ -109,7 +113,9 @@ def test_an_engine_whose_steps_all_fail_is_unhealthy(own: Server) -> None:
     until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
 
 
-def test_a_model_with_nan_weights_is_unhealthy(start: Callable[..., Server], model: Path) -> None:
+def test_a_model_with_nan_weights_is_unhealthy(
+    start_local: Callable[..., Server], model: Path
+) -> None:
     """Its steps raise nothing and return no token."""
     from safetensors.torch import load_file, save_file
 
@@ -121,7 +127,7 @@ def test_a_model_with_nan_weights_is_unhealthy(start: Callable[..., Server], mod
         ruined / "model.safetensors",
         {"format": "pt"},
     )
-    server = start(model=ruined)
+    server = start_local(model=ruined)
     Client(server, 3, stream=False).finish()
     assert statuses(server) == UNHEALTHY
     assert "not finite" in server.http.get("/health").json()["error"]["message"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.local import LocalServer
 from tests.server import Client, Server, until
 
 COMPLETIONS = "/v1/completions"
@@ -20,7 +21,7 @@ def proxied(
 ) -> Iterator[tuple[Server, bool]]:
     """A server whose clients are on this machine, and whether it trusts proxies there."""
     flags = ("--forwarded-allow-ips", request.param)
-    server = Server(str(bare_model), *LIMITS, *flags, cwd=tmp_path_factory.mktemp("cwd"))
+    server = LocalServer(str(bare_model), *LIMITS, *flags, cwd=tmp_path_factory.mktemp("cwd"))
     yield server, request.param.startswith("127")
     server.stop()
 

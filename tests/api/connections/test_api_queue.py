@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.local import LocalServer
 from tests.server import Client, Server, until
 
 ROOM, ROOM_IN_TOKENS = 3, 40
@@ -24,7 +25,9 @@ def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         "--max-queue-tokens",
         str(ROOM_IN_TOKENS),
     )
-    server = Server(str(model), *limits, "--pooling", "mean", cwd=tmp_path_factory.mktemp("cwd"))
+    server = LocalServer(
+        str(model), *limits, "--pooling", "mean", cwd=tmp_path_factory.mktemp("cwd")
+    )
     yield server
     server.stop()
 

@@ -18,6 +18,7 @@ import pytest
 import trustme
 
 from tests.api.conftest import CONTEXT
+from tests.local import LocalServer
 from tests.server import WAIT, Client, Process, Server, gone, put_under_load, until
 from toolkit import __version__
 
@@ -44,7 +45,7 @@ def guarded(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("guarded")
     keys = "\ufefffrom-the-file\n# those of the team\n\nalso-from-the-file\n"  # as Windows saves it
     (folder / "keys").write_text(keys, "utf-8")
-    server = Server(
+    server = LocalServer(
         str(bare_model),
         *(
             "--api-key",
@@ -117,7 +118,7 @@ def limited(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """A server with keys from the variable, a rate limit, and a log for readers."""
     flags = ("--requests-per-minute", "3", "--log-format", "text")
     folder = tmp_path_factory.mktemp("limited")
-    server = Server(str(bare_model), *flags, cwd=folder, TK_API_KEY="one, two, a, b, c")
+    server = LocalServer(str(bare_model), *flags, cwd=folder, TK_API_KEY="one, two, a, b, c")
     yield server
     server.stop()
 
@@ -258,8 +259,8 @@ def test_a_full_queue_is_429_until_a_place_is_free(guarded: Server) -> None:
     )
 
 
-def test_a_time_limit(start: Callable[..., Server]) -> None:
-    server = start("--request-timeout", "0.5")
+def test_a_time_limit(start_local: Callable[..., Server]) -> None:
+    server = start_local("--request-timeout", "0.5")
     with server.slowly():
         check_time_limit(server)
 
@@ -484,9 +485,14 @@ def test_http_1_0_gets_no_chunks_and_a_closed_connection(server: Server, body: d
 # ---- TLS and Unix sockets
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_tls_accepts_only_clients_with_a_certificate(
-    start: Callable[..., Server], tmp_path: Path
+    start: Callable[..., Server],
+    start_local: Callable[..., Server],
+    tmp_path: Path,
+    num_workers: int,
 ) -> None:
+    """Uvicorn's own listener, and connections that are handed over to workers, check it."""
     authority, other = trustme.CA(), trustme.CA()
     identity, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("client@example.org")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -501,23 +507,19 @@ def test_tls_accepts_only_clients_with_a_certificate(
             certificate.configure_cert(made)
         return made
 
-    for num_workers in ("1", "2"):  # uvicorn's own listener, and connections that are handed over
-        server = start(*flags, "--api-workers", num_workers)
-        assert server.url.startswith("https://")
-        with httpx.Client(base_url=server.url, verify=context(client), timeout=WAIT) as http:
-            answer = http.post(COMPLETIONS, json=SHORT)
-            assert answer.status_code == 200
-            assert "strict-transport-security" in answer.headers
-        for certificate in (None, other.issue_cert("client@example.org")):
-            with (
-                httpx.Client(
-                    base_url=server.url, verify=context(certificate), timeout=WAIT
-                ) as http,
-                pytest.raises(httpx.TransportError),
-            ):
-                http.get("/health")
-        assert "Traceback" not in server.stderr
-        server.stop()
+    server = start_local(*flags) if num_workers == 1 else start(*flags, "--api-workers", "2")
+    assert server.url.startswith("https://")
+    with httpx.Client(base_url=server.url, verify=context(client), timeout=WAIT) as http:
+        answer = http.post(COMPLETIONS, json=SHORT)
+        assert answer.status_code == 200
+        assert "strict-transport-security" in answer.headers
+    for certificate in (None, other.issue_cert("client@example.org")):
+        with (
+            httpx.Client(base_url=server.url, verify=context(certificate), timeout=WAIT) as http,
+            pytest.raises(httpx.TransportError),
+        ):
+            http.get("/health")
+    assert "Traceback" not in server.stderr
 
 
 def test_a_unix_socket_serves_and_is_removed(start: Callable[..., Server], tmp_path: Path) -> None:

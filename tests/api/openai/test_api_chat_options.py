@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.api.conftest import Reference
+from tests.local import LocalServer
 from tests.server import WAIT, Server, until
 from toolkit.errors import ConfigError
 from toolkit.text.tokenizer import load_tokenizer
@@ -31,7 +32,7 @@ def lenient(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """A server with a template from a file, which trusts its clients' templates and messages."""
     folder = tmp_path_factory.mktemp("lenient")
     (folder / "upper.jinja").write_text(UPPER)
-    served = Server(
+    served = LocalServer(
         str(model), "--served-model-name", "tiny", "--chat-template", "upper.jinja",
         "--sse-keep-alive", "0.2", "--trust-request-chat-template",
         "--allow-special-tokens-in-messages", "--strict", "--num-gpu-blocks-override", "1024",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import checkpoints
 from tests.harmony import TEMPLATE, TOKENS
+from tests.local import LocalServer
 from tests.server import Server
 from toolkit import LLM
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
@@ -72,11 +72,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Server]:
-    server = Server(
+    server = LocalServer(
         *(str(folder), "--served-model-name", "tiny", "--num-gpu-blocks-override", "2048"),
         *("--logits-processors", "tk_example.processor:Script"),
         cwd=folder.parent,
-        PYTHONPATH=os.pathsep.join([str(EXAMPLE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        PYTHONPATH=str(EXAMPLE),
     )
     yield server
     server.await_health()

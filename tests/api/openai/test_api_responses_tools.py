@@ -15,6 +15,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall
 
 from tests import checkpoints
 from tests.api.openai.test_api_structured import SCHEMAS, TEMPLATE, WEATHER
+from tests.local import LocalServer
 from tests.server import Server, until
 
 TOOLS: Any = [
@@ -42,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tokenizer = checkpoints.make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    server = Server(str(folder), "--served-model-name", "tiny", cwd=folder.parent)
+    server = LocalServer(str(folder), "--served-model-name", "tiny", cwd=folder.parent)
     yield server
     server.await_health()
     server.stop()

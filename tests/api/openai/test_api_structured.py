@@ -16,6 +16,7 @@ import pytest
 import transformers
 
 from tests import checkpoints
+from tests.local import LocalServer
 from tests.server import Server
 
 THINK, END_OF_THINKING = 260, 261
@@ -84,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Server]:
-    server = Server(
+    server = LocalServer(
         str(folder), "--served-model-name", "tiny", "--reasoning-parser", "qwen3",
         "--num-gpu-blocks-override", "2048", cwd=folder.parent,
     )  # fmt: skip
