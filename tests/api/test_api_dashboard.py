@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.server import Server, until
 from toolkit.api.http.layers.tracing import Tracer
-from toolkit.engine.request_stats import RequestStats
+from toolkit.engine.front.request_stats import RequestStats
 from toolkit.metrics import machine
 from toolkit.metrics.machine import GPUMetrics
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chat.fake_server import FakeServer, running
-from toolkit.chat.client import Address, ChatClient, ModelInfo
+from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
 from toolkit.config.clients import ChatConfig

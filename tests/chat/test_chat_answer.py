@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.chat.answer_view import Answer
-from toolkit.chat.delta import ChatDelta, PromptDetails, Usage, parse_delta
-from toolkit.chat.thinking import ThinkTagSplitter
+from toolkit.chat.answers.answer_view import Answer
+from toolkit.chat.answers.delta import ChatDelta, PromptDetails, Usage, parse_delta
+from toolkit.chat.answers.thinking import ThinkTagSplitter
 from toolkit.client.wire import ServerError
 
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from tests.chat.fake_server import messages_of
 from toolkit.chat import commands, store
-from toolkit.chat.client import Address, ModelInfo
+from toolkit.chat.answers.client import Address, ModelInfo
 from toolkit.chat.commands import handle_line
 from toolkit.chat.images import MAX_BYTES, PIXEL
 

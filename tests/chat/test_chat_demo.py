@@ -27,7 +27,7 @@ def real(tmp_path_factory) -> Iterator[Server]:
 @pytest.fixture
 def session(real, screen):
     """Session with the model that the server lists."""
-    from toolkit.chat.client import Address, ChatClient
+    from toolkit.chat.answers.client import Address, ChatClient
     from toolkit.chat.session import Session
     from toolkit.config.clients import ChatConfig
 

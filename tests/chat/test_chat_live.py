@@ -8,8 +8,8 @@ import re
 import pytest
 
 from tests.chat.emulator import Emulator
-from toolkit.chat.answer_view import Answer
-from toolkit.chat.delta import CallPart, ChatDelta, FunctionPart
+from toolkit.chat.answers.answer_view import Answer
+from toolkit.chat.answers.delta import CallPart, ChatDelta, FunctionPart
 from toolkit.chat.screen import clipboard
 from toolkit.chat.screen.live import SPINNER_DELAY, LiveDisplay
 from toolkit.errors import InvalidRequestError

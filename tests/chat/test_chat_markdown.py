@@ -12,8 +12,8 @@ from rich.markdown import Markdown
 
 from tests.chat.emulator import Emulator
 from tests.combinations import pairwise
-from toolkit.chat.answer_view import Answer
-from toolkit.chat.delta import ChatDelta
+from toolkit.chat.answers.answer_view import Answer
+from toolkit.chat.answers.delta import ChatDelta
 from toolkit.chat.screen.live import LiveDisplay
 from toolkit.chat.screen.markdown import code_blocks
 from toolkit.chat.screen.region import Region

@@ -13,7 +13,7 @@ import pytest
 
 from tests.chat.fake_server import messages_of
 from toolkit.chat import store
-from toolkit.chat.client import Address, ChatClient, ModelInfo
+from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.commands import handle_line
 from toolkit.chat.screen.signals import Signals
 from toolkit.chat.screen.terminal import Keyboard

@@ -43,7 +43,7 @@ from toolkit.cli.root import tree
 from toolkit.config.sources import FILE_VARIABLE
 from toolkit.demo import MODEL_DIR
 from toolkit.logs import DEBUG
-from toolkit.models.registry import model_types
+from toolkit.models.config.registry import model_types
 from toolkit.models.rotary import SCALINGS
 from tools.docs.prose import PROSE
 

@@ -17,6 +17,7 @@ from tests import checkpoints
 from toolkit import LLM, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.engine.core import EngineCore
+from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor
 from toolkit.engine.messages import (
     Abort,
     EngineOutput,
@@ -24,7 +25,6 @@ from toolkit.engine.messages import (
     EngineRequest,
     LogprobRecords,
 )
-from toolkit.engine.output_processor import OutputCollector, OutputProcessor
 from toolkit.engine.outputs import Delta, Logprob, LogprobList, pack_record
 from toolkit.executor import Pending
 from toolkit.scheduler import SchedulerOutput

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from toolkit.engine.pooled_prompts import PoolingInput, num_concurrent, pool
+from toolkit.engine.front.pooled_prompts import PoolingInput, num_concurrent, pool
 from toolkit.errors import EngineError
 from toolkit.metrics import Metrics
 from toolkit.sampling.params import PoolingParams

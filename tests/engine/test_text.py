@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import checkpoints
 from toolkit import LLM, SamplingParams
-from toolkit.engine.output_processor import IncrementalDetokenizer
+from toolkit.engine.front.output_processor import IncrementalDetokenizer
 from toolkit.text.tokenizer import TextStream, Tokenizer
 
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -291,7 +291,7 @@ class TestStopStrings:
 def test_a_stop_string_before_min_tokens_ends_nothing_later():
     """A held start of a longer stop string must not count when that fails."""
     from tests import checkpoints
-    from toolkit.engine.output_processor import IncrementalDetokenizer
+    from toolkit.engine.front.output_processor import IncrementalDetokenizer
 
     folder_tokenizer = checkpoints.make_tokenizer()
 

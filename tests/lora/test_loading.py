@@ -15,7 +15,7 @@ from tests.lora.conftest import COUNT, CPU, PROMPT, Adapter, engine, generate, t
 from tests.server import command
 from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams
 from toolkit.config import LoRAConfig
-from toolkit.engine.adapters import AdapterRegistry
+from toolkit.engine.front.adapters import AdapterRegistry
 from toolkit.errors import (
     CheckpointError,
     ConfigError,

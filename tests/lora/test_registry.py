@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config import LoRAConfig
-from toolkit.engine.adapters import MAX_LISTED, AdapterRegistry
+from toolkit.engine.front.adapters import MAX_LISTED, AdapterRegistry
 from toolkit.errors import InvalidRequestError, ToolkitError
 from toolkit.lora.files import find_adapter
 

@@ -16,7 +16,7 @@ from tests.models.conftest import SMALL_POOL, Case
 from tests.models.decoders import choose_config, class_name, make_decoder, model_types
 from toolkit import LLM
 from toolkit.errors import OutOfMemoryError, ToolkitError
-from toolkit.models.registry import supported
+from toolkit.models.config.registry import supported
 
 TABLE = Path(__file__).parents[2] / "docs" / "architectures.md"
 SAMPLE = (

@@ -13,8 +13,8 @@ from tests import checkpoints
 from tests.models import gguf_models
 from tests.models.architectures import ARCHITECTURES
 from toolkit.models.build import build_model, load_config
+from toolkit.models.config.registry import describe
 from toolkit.models.describe import Decoder, Rope
-from toolkit.models.registry import describe
 from toolkit.weights.loading.loader import load_weights
 from toolkit.weights.source import Source
 

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from tests.checkpoints import ARCHITECTURES, edit_json
 from toolkit.errors import CheckpointError
 from toolkit.models.build import load_config
-from toolkit.models.registry import describe, model_types, parse_config
+from toolkit.models.config.registry import describe, model_types, parse_config
 
 HEADS = {
     "gpt2": "GPT2LMHeadModel",

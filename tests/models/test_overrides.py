@@ -13,8 +13,8 @@ from tests import checkpoints
 from tests.checkpoints import VOCAB
 from toolkit import LLM
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.models.overrides import override
-from toolkit.models.registry import parse_config
+from toolkit.models.config.overrides import override
+from toolkit.models.config.registry import parse_config
 
 YARN_OF_8 = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 100}
 

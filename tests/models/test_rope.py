@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from toolkit.errors import CheckpointError
+from toolkit.models.config.registry import parse_config
 from toolkit.models.describe import ROPE_PARAMETERS, Rope
-from toolkit.models.registry import parse_config
 from toolkit.models.rotary import SCALINGS, inverse_frequencies
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import plugins
-from toolkit.models import registry
+from toolkit.models.config import registry
 
 EXAMPLE = Path(__file__).parent / "example"
 

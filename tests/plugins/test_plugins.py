@@ -15,7 +15,7 @@ from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import ServerConfig
 from toolkit.doctor.plugins import check_plugins
 from toolkit.errors import CheckpointError, ConfigError, PluginError
-from toolkit.models import registry
+from toolkit.models.config import registry
 from toolkit.text.parsers import Parsers
 from toolkit.text.reasoning import DeepSeekR1Format
 from toolkit.text.tool_formats import HermesFormat, MistralFormat

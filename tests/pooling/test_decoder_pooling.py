@@ -12,8 +12,8 @@ from tests.models.architectures import POSITIONS
 from toolkit import LLM, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.engine.core import EngineCore
+from toolkit.engine.front.pooled_prompts import as_vector
 from toolkit.engine.messages import EngineRequest
-from toolkit.engine.pooled_prompts import as_vector
 from toolkit.errors import CheckpointError, InvalidRequestError
 from toolkit.executor import UniprocExecutor
 from toolkit.sampling.params import PoolingParams

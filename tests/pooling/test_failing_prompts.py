@@ -10,8 +10,8 @@ import torch
 
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM
-from toolkit.engine.output_processor import Delta
-from toolkit.engine.pooled_prompts import _receive_vector, as_vector
+from toolkit.engine.front.output_processor import Delta
+from toolkit.engine.front.pooled_prompts import _receive_vector, as_vector
 from toolkit.errors import EngineError
 
 POISON = 777

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.scheduler.block_pool import BlockPool
-from toolkit.scheduler.block_watch import SAMPLED, BlockWatch
+from toolkit.scheduler.blocks.block_pool import BlockPool
+from toolkit.scheduler.blocks.block_watch import SAMPLED, BlockWatch
 
 
 class Clock:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.simulation import Plan, expected_answer, make_request, run
 from toolkit.scheduler import BlockPool, HostBlockPool
-from toolkit.scheduler.block_pool import hash_block
+from toolkit.scheduler.blocks.block_pool import hash_block
 
 quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 

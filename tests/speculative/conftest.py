@@ -56,7 +56,7 @@ def rerun_graphs(gpu_runner: None, monkeypatch: pytest.MonkeyPatch):
 
     for module in ("cuda_runner", "cuda_drafter"):
         monkeypatch.setattr(f"toolkit.worker.{module}.capture", capture)
-    monkeypatch.setattr("toolkit.worker.cuda_runner.empty_cache", lambda: None)
+    monkeypatch.setattr("toolkit.worker.gpu.cuda_runner.empty_cache", lambda: None)
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr(TorchBackend, "is_capturable", True)

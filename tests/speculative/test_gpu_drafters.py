@@ -254,7 +254,7 @@ def test_a_drafter_that_may_wait_for_the_gpu_is_not_captured(
     def refuse(*_: object) -> None:
         raise AssertionError("the drafter was captured")
 
-    monkeypatch.setattr("toolkit.worker.cuda_drafter.capture", refuse)
+    monkeypatch.setattr("toolkit.worker.gpu.cuda_drafter.capture", refuse)
     llm = on_gpu(target_folder, save(model, tmp_path))
     assert llm._core.executor._worker.runner._graphs
     prompts = random_prompts(3, 30)

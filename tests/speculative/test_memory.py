@@ -17,7 +17,7 @@ from toolkit.config import EngineConfig
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.dry_run import drafter_of
 from toolkit.inventory.step_memory import StepMemory
-from toolkit.worker.cuda_runner import CudaRunner
+from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.startup.warm_up import WarmUp
 
 LIMITS = {"max_num_seqs": 3, "max_num_batched_tokens": 150, "max_model_len": 250, "block_size": 4}

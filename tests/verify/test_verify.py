@@ -23,7 +23,7 @@ from toolkit.kernels.cpu import linear
 from toolkit.models import rotary
 from toolkit.models.decoder import Decoder
 from toolkit.scheduler import request
-from toolkit.scheduler.block_pool import BlockPool
+from toolkit.scheduler.blocks.block_pool import BlockPool
 from toolkit.verify import engines, transformers_model
 from toolkit.verify.run import verify
 from toolkit.weights.kinds.int8 import Int8Weight

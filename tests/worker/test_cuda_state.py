@@ -17,8 +17,8 @@ from toolkit.sampling.params import SamplingParams as Params
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.batch_state import BatchState
-from toolkit.worker.cuda_state import CudaBatchState
-from toolkit.worker.graph_policy import StepShape
+from toolkit.worker.gpu.cuda_state import CudaBatchState
+from toolkit.worker.gpu.graph_policy import StepShape
 from toolkit.worker.startup.warm_up import WarmUp
 
 ROWS, LENGTH, BLOCK = 7, 100, 4

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.chat import store
+from toolkit.chat.answers.request import SAMPLING
 from toolkit.chat.history import Conversation, shorten, text_of
 from toolkit.chat.images import to_data_url, why_images_are_refused
-from toolkit.chat.request import SAMPLING
 from toolkit.chat.screen.clipboard import copy
 from toolkit.chat.session import Session
 from toolkit.config.clients import ChatConfig

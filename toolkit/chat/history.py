@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.chat.answer_view import Message
+from toolkit.chat.answers.answer_view import Message
 
 SENT_KEYS = ("role", "content", "tool_calls", "tool_call_id")  # the reasoning is not sent back
 

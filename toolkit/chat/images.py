@@ -3,7 +3,7 @@
 import base64
 from pathlib import Path
 
-from toolkit.chat.client import ChatClient, ModelInfo
+from toolkit.chat.answers.client import ChatClient, ModelInfo
 from toolkit.client.wire import ServerError
 from toolkit.errors import InvalidRequestError
 from toolkit.units import size

@@ -4,9 +4,9 @@ from typing import Any
 
 import orjson
 
-from toolkit.chat.answer_view import Answer
-from toolkit.chat.exchange import exchange
-from toolkit.chat.request import request_body
+from toolkit.chat.answers.answer_view import Answer
+from toolkit.chat.answers.exchange import exchange
+from toolkit.chat.answers.request import request_body
 from toolkit.chat.screen.display import Display, NoDisplay, display_for
 from toolkit.chat.session import Session
 from toolkit.client.wire import ServerError

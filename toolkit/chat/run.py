@@ -12,7 +12,7 @@ import httpx
 from rich.text import Text
 
 from toolkit.chat import store
-from toolkit.chat.client import Address, ChatClient, ModelInfo
+from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.local import exit_on_signals, local_server
 from toolkit.chat.screen.terminal import Terminal, printable
 from toolkit.chat.session import Session

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.chat import store
-from toolkit.chat.answer_view import Answer, Message
-from toolkit.chat.client import ChatClient, ModelInfo
-from toolkit.chat.exchange import exchange
+from toolkit.chat.answers.answer_view import Answer, Message
+from toolkit.chat.answers.client import ChatClient, ModelInfo
+from toolkit.chat.answers.exchange import exchange
+from toolkit.chat.answers.request import request_body
 from toolkit.chat.history import Conversation, shorten, text_of
-from toolkit.chat.request import request_body
 from toolkit.chat.screen.display import display_for
 from toolkit.chat.screen.signals import Signals
 from toolkit.chat.screen.terminal import Terminal

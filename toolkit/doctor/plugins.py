@@ -46,7 +46,7 @@ def check_plugins() -> Iterator[Finding]:
 
 def probe() -> list[dict[str, Any]]:
     """Return each plug-in with its error, or None."""
-    from toolkit.models.registry import built_in
+    from toolkit.models.config.registry import built_in
     from toolkit.text.parsers import OTHERS, REASONING_FORMATS, TOOL_FORMATS
 
     taken = {

@@ -12,13 +12,21 @@ from typing import Any, Self
 import msgspec
 
 from toolkit.config import EngineConfig, ModelConfig
-from toolkit.engine.adapters import AdapterRegistry
 from toolkit.engine.cores.core_client import CoreClient, CoreLink, wait_until_ready
 from toolkit.engine.cores.launch import engine_name, plan_launches, smallest_core
 from toolkit.engine.cores.replica import Query, Replica, lost_core_error
 from toolkit.engine.cores.revival import CoreRestarter
 from toolkit.engine.cores.router import Router
-from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.front.adapters import AdapterRegistry
+from toolkit.engine.front.input_processor import InputProcessor, Prompt
+from toolkit.engine.front.observation import observe_step
+from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, SequenceState
+from toolkit.engine.front.request_stats import (
+    current_stats,
+    observe_first_token,
+    observe_sequence_end,
+)
+from toolkit.engine.front.stream import RequestStream
 from toolkit.engine.local_files import with_local_files
 from toolkit.engine.messages import (
     Abort,
@@ -32,11 +40,7 @@ from toolkit.engine.messages import (
     RequestList,
     ResetPrefixCache,
 )
-from toolkit.engine.observation import observe_step
-from toolkit.engine.output_processor import OutputCollector, OutputProcessor, SequenceState
 from toolkit.engine.outputs import RequestOutput
-from toolkit.engine.request_stats import current_stats, observe_first_token, observe_sequence_end
-from toolkit.engine.stream import RequestStream
 from toolkit.errors import (
     EngineDeadError,
     EngineError,

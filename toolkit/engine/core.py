@@ -11,6 +11,7 @@ import numpy as np
 from toolkit.config import EngineConfig
 from toolkit.engine.adapter_loads import AdapterLoads
 from toolkit.engine.constraints import Constraints
+from toolkit.engine.front.request_list import describe, has_id
 from toolkit.engine.messages import (
     Abort,
     EngineOutput,
@@ -22,7 +23,6 @@ from toolkit.engine.messages import (
     RequestInfo,
 )
 from toolkit.engine.pace import Pace
-from toolkit.engine.request_list import describe, has_id
 from toolkit.errors import WorkersLostError
 from toolkit.executor import Executor, Pending
 from toolkit.hardware.memory import is_fatal, is_out_of_memory

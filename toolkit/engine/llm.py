@@ -10,16 +10,13 @@ from typing import Any, cast
 import msgspec
 
 from toolkit.config import EngineConfig
-from toolkit.engine.adapters import AdapterRegistry
 from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
-from toolkit.engine.input_processor import InputProcessor, Prompt
-from toolkit.engine.local_files import with_local_files
-from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest
-from toolkit.engine.output_processor import OutputCollector, OutputProcessor, RequestState
-from toolkit.engine.outputs import Delta, RequestOutput
-from toolkit.engine.pooled_prompts import (
+from toolkit.engine.front.adapters import AdapterRegistry
+from toolkit.engine.front.input_processor import InputProcessor, Prompt
+from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, RequestState
+from toolkit.engine.front.pooled_prompts import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingInput,
@@ -29,6 +26,9 @@ from toolkit.engine.pooled_prompts import (
     Vector,
     as_vector,
 )
+from toolkit.engine.local_files import with_local_files
+from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest
+from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError
 from toolkit.executor import Executor, start_executor
 from toolkit.hub import locate, locate_tokenizer

@@ -3,7 +3,7 @@
 import dataclasses
 
 from toolkit.config import EngineConfig, SpeculationConfig
-from toolkit.engine.adapters import with_local_adapters
+from toolkit.engine.front.adapters import with_local_adapters
 from toolkit.errors import errors_about
 from toolkit.hub import locate
 

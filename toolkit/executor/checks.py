@@ -8,9 +8,9 @@ from toolkit.config import EngineConfig
 from toolkit.distributed import Group, parallel
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model, load_config
+from toolkit.models.config.registry import describe
 from toolkit.models.describe import Decoder, Encoder
 from toolkit.models.pipeline_split import split_layers
-from toolkit.models.registry import describe
 from toolkit.worker.startup.checks import check_start
 
 MOST = 64  # sizes to try for the list of possible ones

@@ -14,10 +14,10 @@ from toolkit.gguf.config import named_tensors
 from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.folder import MADE_FILES, is_gguf, made_file
 from toolkit.models.cache_layout import KVShape
+from toolkit.models.config.overrides import override, read_config
+from toolkit.models.config.registry import describe, find_problem, parse_config
 from toolkit.models.describe import Attention, Decoder, Encoder, External, Parameter
 from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
-from toolkit.models.overrides import override, read_config
-from toolkit.models.registry import describe, find_problem, parse_config
 from toolkit.pooling.settings import has_pooling, read_pooling
 from toolkit.weights.formats import Packings, read_packings
 from toolkit.weights.gguf import packing as gguf

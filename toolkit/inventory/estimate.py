@@ -20,6 +20,7 @@ from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
 from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory
 from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.cache_layout import CacheLayout, KVShape
+from toolkit.models.config.model_config import name_weights, resolve_dtype
 from toolkit.models.describe import Attention, Decoder, Parameter
 from toolkit.models.eagle import (
     EAGLE3_TENSORS,
@@ -28,7 +29,6 @@ from toolkit.models.eagle import (
     describe_eagle,
     describe_own_layer,
 )
-from toolkit.models.model_config import name_weights, resolve_dtype
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import size
 from toolkit.weights.formats import Packings

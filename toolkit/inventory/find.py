@@ -12,7 +12,7 @@ from toolkit.gguf.names import labels, models_in, split_name
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
 from toolkit.inventory.remote_gguf import read_remote
 from toolkit.lora.files import CONFIG
-from toolkit.models.overrides import QUANTIZATION_FILE, add_quantization
+from toolkit.models.config.overrides import QUANTIZATION_FILE, add_quantization
 
 DEMO = "tk-demo"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.config import EngineConfig
 from toolkit.hardware.figures import SAMPLING_BYTES
-from toolkit.worker.graph_policy import GraphPolicy, new_drafter_graphs
+from toolkit.worker.gpu.graph_policy import GraphPolicy, new_drafter_graphs
 from toolkit.worker.startup.cache_problem import table_bytes
 
 CPU_RUNTIME = 400 * 2**20

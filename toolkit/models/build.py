@@ -11,12 +11,12 @@ from toolkit.distributed import splits_experts
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.gguf.folder import is_gguf
 from toolkit.models import describe as describe_
+from toolkit.models.config.model_config import ArchitectureConfig, resolve_dtype
+from toolkit.models.config.overrides import read_config
+from toolkit.models.config.registry import describe, find_problem, parse_config, supported
 from toolkit.models.decoder import Decoder
 from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
 from toolkit.models.model import Model, default_dtype
-from toolkit.models.model_config import ArchitectureConfig, resolve_dtype
-from toolkit.models.overrides import read_config
-from toolkit.models.registry import describe, find_problem, parse_config, supported
 from toolkit.weights.formats import QUANTIZATION_FIELDS, Packings, read_packings
 from toolkit.weights.gguf import packing as gguf
 from toolkit.weights.loading.loader import stored_tensors

@@ -9,9 +9,9 @@ import torch
 from toolkit.config import EngineConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.models.architectures import bert
+from toolkit.models.config.model_config import ArchitectureConfig
+from toolkit.models.config.registry import has_head
 from toolkit.models.model import CausalLM, Encoder, Model, Scorer
-from toolkit.models.model_config import ArchitectureConfig
-from toolkit.models.registry import has_head
 from toolkit.pooling.accumulator import PromptPooling
 from toolkit.pooling.pooler import Pooler, activation, load_pooler
 from toolkit.pooling.settings import (

@@ -8,7 +8,7 @@ that one contract covers chunked prefill, prefix cache hits, preemption and resu
 `BlockTables` and adapters, a `Planner`, which makes the steps, and a `TokenAppender`, which takes
 in their results."""
 
-from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
+from toolkit.scheduler.blocks.block_pool import BlockPool, HostBlockPool
 from toolkit.scheduler.output import (
     ModelOutput,
     NewRow,

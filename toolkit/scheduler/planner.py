@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from toolkit.scheduler.block_tables import BlockTables
+from toolkit.scheduler.blocks.block_tables import BlockTables
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
 from toolkit.scheduler.places import Places
 from toolkit.scheduler.queue import RequestQueue, Suspects

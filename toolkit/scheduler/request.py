@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.sampling.grammar import GrammarState
 from toolkit.sampling.params import SamplingParams
-from toolkit.scheduler.block_pool import BlockHash, hash_block
+from toolkit.scheduler.blocks.block_pool import BlockHash, hash_block
 from toolkit.scheduler.output import IntArray
 from toolkit.sequence import SequenceSpec
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from toolkit.scheduler.block_tables import BlockTables
+from toolkit.scheduler.blocks.block_tables import BlockTables
 from toolkit.scheduler.places import Places
 from toolkit.scheduler.queue import RequestQueue
 from toolkit.scheduler.request import Request, RequestStatus

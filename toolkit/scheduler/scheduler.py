@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from toolkit.scheduler.block_tables import BlockTables
+from toolkit.scheduler.blocks.block_tables import BlockTables
 from toolkit.scheduler.output import ModelOutput, SchedulerOutput
 from toolkit.scheduler.places import Places
 from toolkit.scheduler.planner import Planner

@@ -25,7 +25,7 @@ from toolkit.api.http_server import HTTPServer
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.cores.core_client import CoreLink
 from toolkit.engine.cores.launch import smallest_core
-from toolkit.engine.input_processor import InputProcessor
+from toolkit.engine.front.input_processor import InputProcessor
 from toolkit.engine.messages import Failed
 from toolkit.errors import EngineDeadError, ToolkitError
 from toolkit.logs import LogStyle, flush_stderr

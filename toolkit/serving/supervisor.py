@@ -18,9 +18,9 @@ from toolkit.engine.cores.core_client import CoreClient, describe_exit, wait_unt
 from toolkit.engine.cores.launch import plan_launches
 from toolkit.engine.cores.replica import lost_core_error
 from toolkit.engine.cores.revival import CoreRestarter
+from toolkit.engine.front.observation import observe_gauges, observe_step
 from toolkit.engine.local_files import with_local_files
 from toolkit.engine.messages import ClientGone, EngineOutputs, Failed
-from toolkit.engine.observation import observe_gauges, observe_step
 from toolkit.errors import EngineDeadError, ToolkitError, error_of_kind
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics

@@ -15,7 +15,7 @@ from toolkit.scheduler import NewRow
 
 
 class RowState(Protocol):
-    """The rows' tokens (`worker.cuda_state.CudaBatchState`)."""
+    """The rows' tokens (`worker.gpu.cuda_state.CudaBatchState`)."""
 
     token_ids: torch.Tensor  # [num_rows, max_len + 1]
     row_lengths: torch.Tensor  # [num_rows]

@@ -15,8 +15,8 @@ from toolkit.errors import ConfigError, OutOfMemoryError
 from toolkit.hub import locate
 from toolkit.models import describe
 from toolkit.models.build import load_config
-from toolkit.models.model_config import ArchitectureConfig
-from toolkit.models.registry import describe as describe_model
+from toolkit.models.config.model_config import ArchitectureConfig
+from toolkit.models.config.registry import describe as describe_model
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.verify import engines, transformers_model
 from toolkit.verify.compare import FP32_SHARE, NUM_LIKELIEST, Bound, Difference, Scored, compare

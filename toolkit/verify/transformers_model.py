@@ -12,11 +12,11 @@ from toolkit import units
 from toolkit.config import ModelConfig
 from toolkit.hardware import memory
 from toolkit.models.build import load_config
+from toolkit.models.config.model_config import ArchitectureConfig
+from toolkit.models.config.overrides import read_config
+from toolkit.models.config.registry import describe
 from toolkit.models.describe import Decoder
 from toolkit.models.fallback.config import FallbackConfig
-from toolkit.models.model_config import ArchitectureConfig
-from toolkit.models.overrides import read_config
-from toolkit.models.registry import describe
 from toolkit.verify.compare import Scored
 from toolkit.weights.formats import QUANTIZATION_FIELDS
 from toolkit.weights.loading.dense import read_dense

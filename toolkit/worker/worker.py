@@ -19,14 +19,14 @@ from toolkit.distributed.symmetric import choose_algorithms, open_peer_memory
 from toolkit.hardware import memory
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels.table import kernels_for
+from toolkit.models.config.registry import has_head
 from toolkit.models.model import CausalLM, Encoder
-from toolkit.models.registry import has_head
 from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.adapter_reading import AdapterReader
-from toolkit.worker.cuda_runner import CudaRunner
 from toolkit.worker.encoder_runner import EncoderRunner
+from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.model_runner import ModelRunner, PendingOutput
 from toolkit.worker.operations import Operation

@@ -24,7 +24,7 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.weights.weight import ALL
-from toolkit.worker.cuda_runner import CudaRunner
+from toolkit.worker.gpu.cuda_runner import CudaRunner
 from tools.bench.models import CONFIGS, make_model
 
 ROUNDS = 9

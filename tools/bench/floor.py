@@ -20,8 +20,8 @@ from toolkit.attention import AttentionShape
 from toolkit.bench import workloads
 from toolkit.bench.workloads import Workload
 from toolkit.models.build import build_model, load_config
+from toolkit.models.config.registry import describe
 from toolkit.models.decoder import Decoder
-from toolkit.models.registry import describe
 
 DTYPE = torch.bfloat16
 

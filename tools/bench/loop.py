@@ -21,7 +21,7 @@ from toolkit.demo import MODEL_DIR
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.core_client import CoreClient
-from toolkit.engine.input_processor import InputProcessor, Prompt
+from toolkit.engine.front.input_processor import InputProcessor, Prompt
 from toolkit.engine.llm import LLM
 from toolkit.engine.messages import EngineOutputs, EngineRequest, ToCore
 from toolkit.executor import Executor, Pending

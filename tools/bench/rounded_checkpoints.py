@@ -17,7 +17,7 @@ from torch.nn.functional import max_pool2d
 from toolkit.config import EngineConfig
 from toolkit.gguf.folder import is_gguf
 from toolkit.models.build import load_config
-from toolkit.models.overrides import read_config
+from toolkit.models.config.overrides import read_config
 from toolkit.weights.formats import QUANTIZATION_FIELDS
 from toolkit.weights.loading.dense import read_dense
 from toolkit.weights.loading.loader import stored_tensors

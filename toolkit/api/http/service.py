@@ -11,7 +11,7 @@ from toolkit.api.http.body_fields import Body, check_fields
 from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
-from toolkit.engine.request_stats import current_stats
+from toolkit.engine.front.request_stats import current_stats
 from toolkit.errors import ModelNotFoundError
 from toolkit.metrics.shared import SharedReading
 from toolkit.sequence import Adapter

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from toolkit.api.http.error_bodies import error_body
-from toolkit.engine.request_stats import current_stats
+from toolkit.engine.front.request_stats import current_stats
 from toolkit.errors import ServerUnavailableError, ToolkitError
 
 logger = logging.getLogger(__name__)

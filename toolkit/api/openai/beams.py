@@ -9,10 +9,10 @@ from toolkit.api.http.service import Service
 from toolkit.api.openai.generation import AnswerGroup, check_num_logprobs
 from toolkit.api.openai.schemas import ChatRequest, CompletionRequest
 from toolkit.engine.beam_search import BeamSearch
-from toolkit.engine.input_processor import Prompt
-from toolkit.engine.output_processor import RequestState
+from toolkit.engine.front.input_processor import Prompt
+from toolkit.engine.front.output_processor import RequestState
+from toolkit.engine.front.stream import RequestStream
 from toolkit.engine.outputs import Delta, PositionLogprobs
-from toolkit.engine.stream import RequestStream
 from toolkit.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from toolkit.sampling.params import SamplingParams
 

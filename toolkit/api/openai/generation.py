@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from toolkit.api.http.layers.limits import check_queue
 from toolkit.api.http.service import Service
 from toolkit.api.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
-from toolkit.engine.input_processor import Prompt
-from toolkit.engine.output_processor import RequestState
+from toolkit.engine.front.input_processor import Prompt
+from toolkit.engine.front.output_processor import RequestState
+from toolkit.engine.front.stream import RequestStream
 from toolkit.engine.outputs import Delta, PositionLogprobs
-from toolkit.engine.stream import RequestStream
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 

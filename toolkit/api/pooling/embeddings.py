@@ -21,7 +21,7 @@ from toolkit.api.pooling.inputs import (
     PooledUsage,
     PoolingJob,
 )
-from toolkit.engine.pooled_prompts import Vector
+from toolkit.engine.front.pooled_prompts import Vector
 from toolkit.errors import InvalidRequestError
 
 CHUNK_BYTES = 2**16

@@ -14,7 +14,7 @@ from toolkit.api.http.layers.limits import check_queue
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import while_connected
 from toolkit.engine.async_llm import LONG_TEXT
-from toolkit.engine.pooled_prompts import (
+from toolkit.engine.front.pooled_prompts import (
     Comparison,
     PoolingInput,
     PoolingProcessor,

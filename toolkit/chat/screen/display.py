@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from toolkit.chat.answer_view import Answer
+from toolkit.chat.answers.answer_view import Answer
 from toolkit.chat.history import format_call
 from toolkit.chat.screen.terminal import Terminal
 

@@ -5,7 +5,7 @@ import time
 from rich.style import Style
 from rich.text import Text
 
-from toolkit.chat.answer_view import Answer
+from toolkit.chat.answers.answer_view import Answer
 from toolkit.chat.history import format_call
 from toolkit.chat.screen.markdown import PROSE_WIDTH, BlockRenderer, MarkdownBlock, MarkdownStream
 from toolkit.chat.screen.region import Region

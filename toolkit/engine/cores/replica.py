@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.engine.cores.core_client import CoreLink
 from toolkit.engine.cores.revival import CoreRestarter
+from toolkit.engine.front.observation import observe_gauges
 from toolkit.engine.messages import (
     EndRequests,
     EngineOutputs,
@@ -19,7 +20,6 @@ from toolkit.engine.messages import (
     StepReport,
     ToCore,
 )
-from toolkit.engine.observation import observe_gauges
 from toolkit.errors import EngineDeadError, InvalidRequestError, ServerUnavailableError
 from toolkit.metrics import Metrics
 from toolkit.scheduler.stats import EngineStats

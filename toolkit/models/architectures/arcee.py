@@ -1,7 +1,7 @@
 """AFM (Arcee AI, 2025): Llama's decoder with an MLP of squared ReLU, without a gate."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import MLP, Decoder, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import attention, decoder, pre_norm, rms_norm
 from toolkit.weights.source import Source
 

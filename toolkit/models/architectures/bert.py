@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
+from toolkit.models.config.model_config import ArchitectureConfig, Size, head_size
 from toolkit.models.describe import Encoder
-from toolkit.models.model_config import ArchitectureConfig, Size, head_size
 
 ARCHITECTURES = ("BertModel", "BertForSequenceClassification")
 

@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Branch, Decoder, Head, HeadNorm, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import attention, decoder, gated_mlp, interleaved, layer_norm
 from toolkit.weights.source import pairs_apart
 

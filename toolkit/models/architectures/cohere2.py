@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from toolkit.models.architectures.cohere import cohere_decoder, cohere_layer
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import Size, WindowedConfig
 
 ARCHITECTURES = ("Cohere2ForCausalLM", "Cohere2Model")
 

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, interleaved, rms_norm
 
 ARCHITECTURES = ("Ernie4_5ForCausalLM", "Ernie4_5Model")

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from toolkit.models.architectures import ernie4_5
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Correction, Decoder, Layer
-from toolkit.models.model_config import Size
 from toolkit.models.parts import decoder, gated_experts, gated_mlp, interleaved, rms_norm
 
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel")

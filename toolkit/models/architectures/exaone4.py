@@ -1,7 +1,7 @@
 """EXAONE 4 (LG AI Research, 2025): norms after attention and MLP, global layers do not rotate."""
 
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import Branch, Decoder, HeadNorm, Layer
-from toolkit.models.model_config import Size, WindowedConfig
 from toolkit.models.parts import attention, decoder, gated_mlp, rms_norm
 
 ARCHITECTURES = ("Exaone4ForCausalLM", "Exaone4Model")

@@ -1,7 +1,7 @@
 """Falcon (Almazrouei et al., 2023), without ALiBi. Falcon 3 has Llama's architecture."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size, require
 from toolkit.models.describe import MLP, Attention, Branch, Decoder, Layer
-from toolkit.models.model_config import DecoderConfig, Size, require
 from toolkit.models.parts import decoder, layer_norm, pre_norm
 from toolkit.weights.source import Source, consecutive, grouped_by_head
 

@@ -1,7 +1,7 @@
 """Gemma 1 (Gemma Team, 2024): Llama's decoder with norms of 1 + w and scaled embeddings."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import attention, decoder, gated_mlp, pre_norm, rms_norm
 
 ARCHITECTURES = ("GemmaForCausalLM", "GemmaModel")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import Branch, Decoder, Head, Layer
-from toolkit.models.model_config import Size, WindowedConfig
 from toolkit.models.parts import attention, decoder, gated_mlp, rms_norm
 
 ARCHITECTURES = ("Gemma2ForCausalLM", "Gemma2Model")

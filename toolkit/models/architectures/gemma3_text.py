@@ -3,8 +3,8 @@
 from typing import Any, ClassVar
 
 from toolkit.models.architectures import gemma2
+from toolkit.models.config.model_config import Size, require
 from toolkit.models.describe import Decoder, HeadNorm
-from toolkit.models.model_config import Size, require
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3TextModel")
 

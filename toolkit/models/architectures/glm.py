@@ -3,8 +3,8 @@
 from typing import Any
 
 from toolkit.models.architectures.phi3 import fused_mlp
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Attention, Decoder
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import attention, decoder, interleaved, pre_norm, rms_norm
 
 ARCHITECTURES = ("GlmForCausalLM", "GlmModel")

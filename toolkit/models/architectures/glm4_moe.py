@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Correction, Decoder, HeadNorm, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, draft_layer, gated_experts, gated_mlp, rms_norm
 
 ARCHITECTURES = ("Glm4MoeForCausalLM", "Glm4MoeModel")

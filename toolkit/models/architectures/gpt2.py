@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.models.config.model_config import ArchitectureConfig, Size, head_size, require
 from toolkit.models.describe import MLP, Attention, Decoder, Layer, Table
-from toolkit.models.model_config import ArchitectureConfig, Size, head_size, require
 from toolkit.models.parts import decoder, layer_norm, pre_norm
 from toolkit.weights.source import RowOrder, Source, consecutive
 

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from toolkit.models.architectures import gpt2
+from toolkit.models.config.model_config import Size, require
 from toolkit.models.describe import Decoder
-from toolkit.models.model_config import Size, require
 from toolkit.weights.source import consecutive, grouped_by_head
 
 ARCHITECTURES = ("GPTBigCodeForCausalLM", "GPTBigCodeModel")

@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia (Black et al., 2022; Biderman et al., 2023)."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import MLP, Attention, Branch, Decoder, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, layer_norm, pre_norm
 from toolkit.weights.source import Source, consecutive, grouped_by_head
 

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import Size, WindowedConfig, require
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import Size, WindowedConfig, require
 from toolkit.models.parts import decoder, gated_experts, rms_norm
 from toolkit.weights.source import RowOrder, Source
 

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from toolkit.models.architectures import gpt2
+from toolkit.models.config.model_config import Size
 from toolkit.models.describe import MLP, Attention, Branch, Decoder, Head, Layer, Rope
-from toolkit.models.model_config import Size
 from toolkit.models.parts import decoder, layer_norm
 from toolkit.weights.source import Source, by_head, pairs_apart
 

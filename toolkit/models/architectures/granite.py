@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from toolkit.models.config.model_config import DecoderConfig
 from toolkit.models.describe import MLP, Branch, Decoder, Experts, Head, Layer
-from toolkit.models.model_config import DecoderConfig
 from toolkit.models.parts import attention, decoder, gated_mlp, rms_norm
 
 ARCHITECTURES = ("GraniteForCausalLM", "GraniteModel")

@@ -2,8 +2,8 @@
 
 from toolkit.models.architectures import granite
 from toolkit.models.architectures.granite import granite_decoder
+from toolkit.models.config.model_config import Size, require
 from toolkit.models.describe import MLP, Decoder, Experts
-from toolkit.models.model_config import Size, require
 from toolkit.models.parts import gated_experts
 from toolkit.weights.source import Source, consecutive
 

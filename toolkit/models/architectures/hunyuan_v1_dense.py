@@ -3,8 +3,8 @@
 from typing import Any, ClassVar
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Decoder, HeadNorm, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model")

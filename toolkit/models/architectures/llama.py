@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from toolkit.models.config.model_config import DecoderConfig
 from toolkit.models.describe import MLP, Decoder, Experts, Layer
-from toolkit.models.model_config import DecoderConfig
 from toolkit.models.parts import attention, decoder, gated_mlp, pre_norm, rms_norm
 
 ARCHITECTURES = ("LlamaForCausalLM", "LlamaModel")

@@ -4,8 +4,8 @@ from typing import ClassVar
 
 from toolkit.models.architectures.llama import llama_layer
 from toolkit.models.architectures.mixtral import mixtral_experts
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Correction, Decoder, HeadNorm, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("MiniMaxM2ForCausalLM", "MiniMaxM2Model")

@@ -1,8 +1,8 @@
 """Ministral 3 (Mistral AI, 2025): Mistral with YaRN and queries scaled by position."""
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import Size, WindowedConfig
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("Ministral3ForCausalLM", "Ministral3Model")

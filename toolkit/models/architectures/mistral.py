@@ -1,8 +1,8 @@
 """Mistral (Jiang et al., 2023): Llama's decoder with a sliding window."""
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import Decoder
-from toolkit.models.model_config import Size, WindowedConfig
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("MistralForCausalLM", "MistralModel")

@@ -4,8 +4,8 @@ from typing import Any
 
 from toolkit.models.architectures import mistral
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Decoder, Experts, Layer
-from toolkit.models.model_config import Size
 from toolkit.models.parts import decoder, gated_experts, rms_norm
 from toolkit.weights.source import Source
 

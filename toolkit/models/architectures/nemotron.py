@@ -1,7 +1,7 @@
 """Nemotron-4 and Minitron (Parmar et al., 2024): squared ReLU, layer norms of 1 + w."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import MLP, Decoder, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import attention, decoder, layer_norm, pre_norm
 from toolkit.weights.source import Source
 

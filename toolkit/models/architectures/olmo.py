@@ -1,7 +1,7 @@
 """OLMo 1 (Groeneveld et al., 2024): norms without parameters, and clipped queries, keys, values."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import attention, decoder, gated_mlp, layer_norm, pre_norm
 
 ARCHITECTURES = ("OlmoForCausalLM", "OlmoModel")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Branch, Decoder, HeadNorm, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import attention, decoder, gated_mlp, rms_norm
 
 ARCHITECTURES = ("Olmo2ForCausalLM", "Olmo2Model")

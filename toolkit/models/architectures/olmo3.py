@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from toolkit.models.architectures.olmo2 import olmo2_layer
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import Size, WindowedConfig
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("Olmo3ForCausalLM", "Olmo3Model")

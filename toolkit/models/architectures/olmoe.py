@@ -1,8 +1,8 @@
 """OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): experts, QK norm over all heads, clipping."""
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Decoder, HeadNorm, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, gated_experts, rms_norm
 
 ARCHITECTURES = ("OlmoeForCausalLM", "OlmoeModel")

@@ -1,7 +1,7 @@
 """OPT (Zhang et al., 2022), with norms before attention and MLP."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size, require
 from toolkit.models.describe import MLP, Decoder, Layer, Table
-from toolkit.models.model_config import DecoderConfig, Size, require
 from toolkit.models.parts import attention, decoder, layer_norm, pre_norm
 from toolkit.weights.source import Source
 

@@ -1,7 +1,7 @@
 """Phi-1, Phi-1.5 and Phi-2 (Li et al., 2023): attention and MLP in parallel after one norm."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size, require
 from toolkit.models.describe import MLP, Branch, Decoder, Head, Layer
-from toolkit.models.model_config import DecoderConfig, Size, require
 from toolkit.models.parts import attention, decoder, layer_norm
 from toolkit.weights.source import Source
 

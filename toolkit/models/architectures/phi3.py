@@ -5,8 +5,8 @@ model was first trained for, else the short ones."""
 
 from typing import Any, ClassVar
 
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import MLP, Attention, Decoder, Layer
-from toolkit.models.model_config import Size, WindowedConfig
 from toolkit.models.parts import decoder, pre_norm, rms_norm
 from toolkit.weights.source import Source, consecutive
 

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from toolkit.models.architectures.mixtral import mixtral_experts
+from toolkit.models.config.model_config import Size, WindowedConfig, require
 from toolkit.models.describe import Decoder, Head, Layer
-from toolkit.models.model_config import Size, WindowedConfig, require
 from toolkit.models.parts import attention, decoder, layer_norm, pre_norm
 
 ARCHITECTURES = ("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel")

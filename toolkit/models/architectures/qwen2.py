@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import Decoder
-from toolkit.models.model_config import Size, WindowedConfig
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen2Model")

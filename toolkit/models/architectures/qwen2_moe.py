@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from toolkit.models.architectures import qwen2
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import Size
 from toolkit.models.parts import decoder, gated_experts, gated_mlp, rms_norm
 from toolkit.weights.source import Source
 

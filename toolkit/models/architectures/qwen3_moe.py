@@ -2,8 +2,8 @@
 
 from toolkit.models.architectures import qwen2_moe
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Decoder, HeadNorm, Layer
-from toolkit.models.model_config import Size
 from toolkit.models.parts import decoder, gated_experts, rms_norm
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3MoeModel")

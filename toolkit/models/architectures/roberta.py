@@ -1,8 +1,8 @@
 """RoBERTa (Liu et al., 2019)."""
 
 from toolkit.models.architectures import bert
+from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Encoder
-from toolkit.models.model_config import Size
 
 ARCHITECTURES = ("RobertaModel", "RobertaForSequenceClassification")
 

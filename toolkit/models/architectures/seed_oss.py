@@ -1,8 +1,8 @@
 """Seed-OSS (ByteDance Seed, 2025): Llama's decoder with biases of queries, keys and values."""
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Decoder, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("SeedOssForCausalLM", "SeedOssModel")

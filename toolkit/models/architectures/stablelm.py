@@ -1,7 +1,7 @@
 """StableLM (Bellagente et al., 2024): layer norms, partial rotation, and QK norm for each head."""
 
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Branch, Decoder, HeadNorm, Layer
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import attention, decoder, gated_mlp, layer_norm, pre_norm
 
 ARCHITECTURES = ("StableLmForCausalLM", "StableLmModel")

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
+from toolkit.models.config.model_config import Size, WindowedConfig
 from toolkit.models.describe import MLP, Decoder, Layer
-from toolkit.models.model_config import Size, WindowedConfig
 from toolkit.models.parts import attention, decoder, layer_norm, pre_norm
 from toolkit.weights.source import Source
 

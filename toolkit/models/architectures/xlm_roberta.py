@@ -2,7 +2,7 @@
 
 from toolkit.models.architectures import roberta
 from toolkit.models.architectures.roberta import describe
-from toolkit.models.model_config import Size
+from toolkit.models.config.model_config import Size
 
 __all__ = ["ARCHITECTURES", "Config", "describe"]
 

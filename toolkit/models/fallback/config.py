@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.models.cache_layout import KVShape
+from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.describe import External
-from toolkit.models.model_config import ArchitectureConfig
 
 _SYNONYMS: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size", "n_vocab"),

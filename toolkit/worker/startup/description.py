@@ -6,7 +6,7 @@ import torch
 
 from toolkit.config import Speculation
 from toolkit.models.model import CausalLM, Model
-from toolkit.worker.cuda_runner import CudaRunner
+from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
 from toolkit.worker.startup.cache_sizing import CacheSize

@@ -15,6 +15,8 @@ from toolkit.errors import ConfigError
 from toolkit.lora.tokenizer import require_same_vocabulary
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.cache_scale import scale_cache
+from toolkit.models.config.overrides import read_config
+from toolkit.models.config.registry import describe, has_head
 from toolkit.models.decoder import Decoder
 from toolkit.models.describe import Decoder as Described
 from toolkit.models.describe import Encoder
@@ -27,14 +29,12 @@ from toolkit.models.eagle import (
     describe_own_layer,
 )
 from toolkit.models.model import CausalLM, Model
-from toolkit.models.overrides import read_config
-from toolkit.models.registry import describe, has_head
 from toolkit.speculative.draft_model import DraftModel
 from toolkit.speculative.eagle import EagleModel, EagleNetwork, build_eagle, taps_of
 from toolkit.speculative.model_drafter import Network
 from toolkit.weights.formats import Packings, read_packings
 from toolkit.weights.loading.loader import find_weights, stored_tensors, tensor_names
-from toolkit.worker.graph_policy import GraphPolicy
+from toolkit.worker.gpu.graph_policy import GraphPolicy
 from toolkit.worker.startup.setup import Setup
 
 

@@ -15,10 +15,10 @@ from toolkit.lora.adapters import Adapters
 from toolkit.lora.weight import Adapted
 from toolkit.models.build import build_model
 from toolkit.models.cache_scale import scale_cache
+from toolkit.models.config.model_config import ArchitectureConfig, name_weights
+from toolkit.models.config.registry import describe
 from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Model
-from toolkit.models.model_config import ArchitectureConfig, name_weights
-from toolkit.models.registry import describe
 from toolkit.weights.loading.loader import find_weights
 from toolkit.worker.adapter_reading import find_slot_size
 from toolkit.worker.startup.loading import Fill, Loading

@@ -14,10 +14,10 @@ from toolkit.speculative.lookup import DeviceLookup
 from toolkit.speculative.model_drafter import ModelDrafter
 from toolkit.speculative.ngram import NgramDrafter
 from toolkit.worker.batch_state import BatchState
-from toolkit.worker.cuda_drafter import CudaDrafter
-from toolkit.worker.cuda_runner import CudaRunner
-from toolkit.worker.cuda_state import CudaBatchState
-from toolkit.worker.graph_policy import GraphPolicy
+from toolkit.worker.gpu.cuda_drafter import CudaDrafter
+from toolkit.worker.gpu.cuda_runner import CudaRunner
+from toolkit.worker.gpu.cuda_state import CudaBatchState
+from toolkit.worker.gpu.graph_policy import GraphPolicy
 from toolkit.worker.kv_cache import KVCache, cache_layout, choose_cache_dtype
 from toolkit.worker.model_runner import ModelRunner
 from toolkit.worker.startup import drafters

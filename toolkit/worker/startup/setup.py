@@ -13,8 +13,8 @@ from toolkit.hardware import memory
 from toolkit.hardware.cores import num_cpus
 from toolkit.kernels.table import Kernels
 from toolkit.models.build import choose_dtype, load_config
-from toolkit.models.model_config import ArchitectureConfig
-from toolkit.models.registry import describe, load_plugins
+from toolkit.models.config.model_config import ArchitectureConfig
+from toolkit.models.config.registry import describe, load_plugins
 from toolkit.pooling import heads
 from toolkit.weights.quantization import require
 

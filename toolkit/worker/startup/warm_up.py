@@ -14,9 +14,9 @@ from toolkit.kernels.table import Kernels
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
-from toolkit.worker.cuda_runner import CudaRunner
 from toolkit.worker.encoder_runner import EncoderRunner
-from toolkit.worker.graph_policy import StepShape, new_drafter_graphs
+from toolkit.worker.gpu.cuda_runner import CudaRunner
+from toolkit.worker.gpu.graph_policy import StepShape, new_drafter_graphs
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
 

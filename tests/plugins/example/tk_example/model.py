@@ -1,8 +1,8 @@
 """A model: Llama's decoder under a `model_type` of its own."""
 
 from toolkit.models.architectures.llama import llama_layer
+from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import Decoder
-from toolkit.models.model_config import DecoderConfig, Size
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("TkExampleForCausalLM",)

@@ -16,7 +16,7 @@ from toolkit.api.http.layers.tracing import Tracer
 from toolkit.api.http.routes import Access, RouteTable
 from toolkit.api.http.service import Service
 from toolkit.api.http.streaming import SERVER_SEND, ClientDisconnectedError
-from toolkit.engine.request_stats import RequestStats, current_stats
+from toolkit.engine.front.request_stats import RequestStats, current_stats
 from toolkit.metrics import HTTPMetrics
 
 logger = logging.getLogger(__name__)

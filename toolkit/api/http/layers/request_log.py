@@ -3,7 +3,7 @@
 import logging
 
 from toolkit.api.http.error_bodies import error_detail
-from toolkit.engine.request_stats import RequestStats
+from toolkit.engine.front.request_stats import RequestStats
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from toolkit.engine.request_stats import RequestStats
+from toolkit.engine.front.request_stats import RequestStats
 from toolkit.errors import ConfigError
 from toolkit.version import __version__
 

@@ -17,6 +17,8 @@ import msgspec
 from toolkit import plugins
 from toolkit.errors import CheckpointError, PluginError
 from toolkit.models import architectures
+from toolkit.models.config.model_config import ArchitectureConfig
+from toolkit.models.config.unread import find_unknown
 from toolkit.models.describe import Decoder, Encoder, External, Head
 from toolkit.models.fallback.config import (
     FallbackConfig,
@@ -24,8 +26,6 @@ from toolkit.models.fallback.config import (
     fallback_config,
     may_fall_back,
 )
-from toolkit.models.model_config import ArchitectureConfig
-from toolkit.models.unread import find_unknown
 from toolkit.plugins import Group, Plugin
 
 

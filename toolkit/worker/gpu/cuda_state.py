@@ -14,8 +14,8 @@ from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import IntArray
 from toolkit.worker.batch_state import BatchState
-from toolkit.worker.graph_policy import StepShape
-from toolkit.worker.staging import Staging
+from toolkit.worker.gpu.graph_policy import StepShape
+from toolkit.worker.gpu.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ and so ends the request on the server."""
 import asyncio
 from typing import Any
 
-from toolkit.chat.answer_view import Answer
-from toolkit.chat.client import ChatClient
+from toolkit.chat.answers.answer_view import Answer
+from toolkit.chat.answers.client import ChatClient
+from toolkit.chat.answers.thinking import ThinkTagSplitter
 from toolkit.chat.screen.display import Display
 from toolkit.chat.screen.signals import Signals
-from toolkit.chat.thinking import ThinkTagSplitter
 from toolkit.client.wire import ServerError
 
 

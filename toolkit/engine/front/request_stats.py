@@ -5,8 +5,8 @@ counts are those of the streams, read when the request is answered: tokens cost 
 
 from contextvars import ContextVar
 
-from toolkit.engine.output_processor import SequenceState
-from toolkit.engine.stream import RequestStream
+from toolkit.engine.front.output_processor import SequenceState
+from toolkit.engine.front.stream import RequestStream
 from toolkit.metrics import Metrics
 
 

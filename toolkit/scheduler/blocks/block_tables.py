@@ -1,6 +1,6 @@
 """Blocks of requests: block tables, the prefix cache, and copies in host memory."""
 
-from toolkit.scheduler.block_pool import BlockPool, HostBlockPool
+from toolkit.scheduler.blocks.block_pool import BlockPool, HostBlockPool
 from toolkit.scheduler.request import Request
 
 

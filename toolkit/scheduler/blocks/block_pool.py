@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from toolkit.scheduler.block_watch import BlockWatch
+from toolkit.scheduler.blocks.block_watch import BlockWatch
 
 BlockHash = bytes
 

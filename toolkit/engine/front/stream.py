@@ -7,8 +7,8 @@ from typing import Self
 
 from toolkit.engine.cores.replica import Replica
 from toolkit.engine.cores.router import Placement
+from toolkit.engine.front.output_processor import RequestState
 from toolkit.engine.messages import EngineRequest
-from toolkit.engine.output_processor import RequestState
 from toolkit.engine.outputs import Delta
 from toolkit.errors import EngineError, InvalidRequestError
 from toolkit.scheduler import FinishReason

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from toolkit.chat.answer_view import Message
+from toolkit.chat.answers.answer_view import Message
 from toolkit.config.clients import ChatConfig
 from toolkit.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from toolkit.chat.delta import ChatDelta
+from toolkit.chat.answers.delta import ChatDelta
 from toolkit.sampling.params import THINK_END, THINK_START
 
 

@@ -10,8 +10,8 @@ import torch
 from toolkit.hardware.graph_capture import capture
 from toolkit.kernels.table import Kernels
 from toolkit.speculative.model_drafter import Network
-from toolkit.worker.cuda_state import CudaBatchState
-from toolkit.worker.graph_policy import GraphPolicy, StepShape
+from toolkit.worker.gpu.cuda_state import CudaBatchState
+from toolkit.worker.gpu.graph_policy import GraphPolicy, StepShape
 
 
 class CudaDrafter:

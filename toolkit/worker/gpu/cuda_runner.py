@@ -21,9 +21,9 @@ from toolkit.sampling.sampler import sample
 from toolkit.scheduler import SchedulerOutput
 from toolkit.speculative.drafter import NO_DRAFT
 from toolkit.speculative.lookup import DeviceLookup
-from toolkit.worker.cuda_drafter import CudaDrafter
-from toolkit.worker.cuda_state import CudaBatchState, StepInputs, first_points, points_of
-from toolkit.worker.graph_policy import GraphPolicy, StepShape, num_own_tokens
+from toolkit.worker.gpu.cuda_drafter import CudaDrafter
+from toolkit.worker.gpu.cuda_state import CudaBatchState, StepInputs, first_points, points_of
+from toolkit.worker.gpu.graph_policy import GraphPolicy, StepShape, num_own_tokens
 from toolkit.worker.kv_cache import KVCache
 from toolkit.worker.model_runner import ModelRunner, PendingOutput, Sample, Sampled
 

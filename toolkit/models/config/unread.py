@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from toolkit.models.model_config import ArchitectureConfig
+from toolkit.models.config.model_config import ArchitectureConfig
 
 _HARMLESS = re.compile(
     r"""

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.chat.delta import CallPart, ChatDelta, Usage
+from toolkit.chat.answers.delta import CallPart, ChatDelta, Usage
 
 MIN_INTERVAL = 0.001  # seconds; deltas closer together were buffered and do not show the speed
 Message = dict[str, Any]  # A message in the API's format: role, content, ..

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from toolkit.chat.delta import ChatDelta, parse_delta
+from toolkit.chat.answers.delta import ChatDelta, parse_delta
 from toolkit.client.wire import DONE, EventBuffer, ServerError, error_message, goes_through_proxy
 
 TIMEOUT = httpx.Timeout(10.0, read=None)  # a queue or reasoning may take long; Ctrl-C ends the wait

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.engine.input_processor import InputProcessor
+from toolkit.engine.front.input_processor import InputProcessor
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import ContextLengthError, EngineError, InvalidRequestError
 from toolkit.metrics import Metrics
@@ -28,7 +28,7 @@ from toolkit.sequence import SequenceSpec
 
 if TYPE_CHECKING:
     from toolkit.engine.async_llm import AsyncLLM
-    from toolkit.engine.stream import RequestStream
+    from toolkit.engine.front.stream import RequestStream
 
 Vector = npt.NDArray[np.float32]
 STEPS_AHEAD = 2

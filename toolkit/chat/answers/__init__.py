@@ -1,0 +1,1 @@
+"""A question, and its answer as it is streamed."""

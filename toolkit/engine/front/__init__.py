@@ -1,0 +1,1 @@
+"""The side that takes requests: prompts become requests, and tokens become text."""

@@ -1,0 +1,1 @@
+"""Read config.json, and find the architecture that it names."""

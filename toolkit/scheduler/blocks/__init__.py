@@ -1,0 +1,1 @@
+"""Blocks of the KV cache: their pool, the prefix cache, and requests' tables of them."""
