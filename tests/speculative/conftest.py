@@ -55,7 +55,7 @@ def rerun_graphs(gpu_runner: None, monkeypatch: pytest.MonkeyPatch):
         return Rerun(run, out), out
 
     for module in ("cuda_runner", "cuda_drafter"):
-        monkeypatch.setattr(f"toolkit.worker.{module}.capture", capture)
+        monkeypatch.setattr(f"toolkit.worker.gpu.{module}.capture", capture)
     monkeypatch.setattr("toolkit.worker.gpu.cuda_runner.empty_cache", lambda: None)
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)

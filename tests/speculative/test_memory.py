@@ -86,7 +86,7 @@ class Captures:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: dict[str, int]) -> None:
         self.taken = 0
         for module, cost in costs.items():
-            monkeypatch.setattr(f"toolkit.worker.{module}.capture", self._capture(cost))
+            monkeypatch.setattr(f"toolkit.worker.gpu.{module}.capture", self._capture(cost))
         monkeypatch.setattr("toolkit.worker.startup.warm_up.empty_cache", lambda: None)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**40 - self.taken, 2**40))
 
