@@ -22,6 +22,8 @@ from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
 from toolkit.kernels import cpu
 from toolkit.lora.peft import read_adapter
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_answers_equal_those_of_peft(adapter, checkpoint, name):

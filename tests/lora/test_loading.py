@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from tests.lora.conftest import COUNT, CPU, PROMPT, Adapter, engine, generate, tokens
-from tests.server import command
 from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams
 from toolkit.config import LoRAConfig
 from toolkit.engine.front.adapters import AdapterRegistry
@@ -24,6 +23,8 @@ from toolkit.errors import (
     ModelNotFoundError,
     WorkersLostError,
 )
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 NAMES = ("attention", "all", "patterns", "rslora")  # of one base model
 PARAMS = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
@@ -143,11 +144,8 @@ def test_a_rank_that_dies_while_it_reads_is_noticed(adapter, checkpoint):
     one = adapter("attention")
     settings = {"enable_lora": True, "tensor_parallel_size": 2, "num_threads": 1}
     llm = LLM(str(checkpoint(one.base)), **CPU | settings)
-    [rank] = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "toolkit.executor.rank" in command(child)
-    ]
+    [started] = llm._core.executor._ranks
+    rank = psutil.Process(started._process.pid)
     rank.suspend()
     killing = threading.Timer(0.5, rank.kill)
     killing.start()

@@ -20,6 +20,8 @@ from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.errors import CheckpointError, ConfigError, ToolkitError
 from toolkit.models.fallback.swap import FlatNorm, swap_norms
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 FALLBACK = {"device": "cpu", "model_impl": "transformers", "max_model_len": 160}
 OWN = (
     "gemma3",

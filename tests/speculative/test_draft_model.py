@@ -27,6 +27,8 @@ from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.estimate import DrafterShape, estimate
 from toolkit.worker.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 MODULE = "model.layers.0.self_attn.o_proj"
 CASES = {

@@ -31,6 +31,8 @@ from toolkit.inventory.dry_run import drafter_of
 from toolkit.inventory.estimate import estimate
 from toolkit.worker.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 LAYERS, HIDDEN, HEADS, KV_HEADS, INNER, MOST = 6, 64, 4, 2, 96, 4
 HEAD_SIZE = HIDDEN // HEADS
 ALLOWED = list(range(65, 68))

@@ -24,6 +24,8 @@ from toolkit.inventory.dry_run import drafter_of
 from toolkit.inventory.estimate import estimate
 from toolkit.worker.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "frequency_penalty": 0.3}
 SAMPLED = {"temperature": 0.7, "seed": 5, "max_tokens": 40, "logprobs": 2}
 MTP = {"method": "mtp", "num_speculative_tokens": MOST}

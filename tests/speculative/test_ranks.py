@@ -14,6 +14,8 @@ from tests.speculative.near_ties import require_equal_or_near_ties
 from toolkit import LLM
 from toolkit.engine.outputs import RequestOutput
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 CASES = {
     "greedy": {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1},
     "sampled": {"temperature": 0.3, "seed": 3, "max_tokens": 40, "repetition_penalty": 1.1},

@@ -27,6 +27,8 @@ from toolkit.weights.gguf.reader import read_header, slot_of
 from toolkit.weights.loading.safetensors import read_mapped
 from toolkit.weights.slots import Slot
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 BLOCKS = json.loads((Path(__file__).parent / "gguf_blocks.json").read_text())
 EXPERTS, CHOSEN, SIZE, HIDDEN, LAYERS = 24, 4, 64, 64, 3
 SETTINGS = ARCHITECTURES["qwen3-moe"][1] | {"mlp_only_layers": [], "moe_intermediate_size": SIZE}

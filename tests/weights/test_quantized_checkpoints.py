@@ -24,6 +24,8 @@ from toolkit.models.build import build_model, load_config
 from toolkit.models.model import Model
 from toolkit.weights.loading.loader import load_weights
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 CHECKPOINTS = sorted(
     path.parent
     for path in Path(__file__).parent.glob("quantized/*/config.json")

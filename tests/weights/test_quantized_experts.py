@@ -14,6 +14,8 @@ from toolkit import LLM
 from toolkit.config import ModelConfig
 from toolkit.verify import transformers_model
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 BLOCK = 128
 
 
