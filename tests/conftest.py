@@ -34,7 +34,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from tests.forked import Forge
+    from tests.forked import ForkServer
 
 # The same examples in every run, without deadlines: failures depend only on the code.
 settings.register_profile(
@@ -85,20 +85,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def forge() -> Iterator[Forge | None]:
+def fork_server() -> Iterator[ForkServer | None]:
     """None where a process that has imported PyTorch cannot be forked."""
-    from tests.forked import Forge
+    from tests.forked import ForkServer
 
-    made = Forge() if sys.platform == "linux" else None
+    made = ForkServer() if sys.platform == "linux" else None
     yield made
     if made is not None:
         made.close()
 
 
 @pytest.fixture(scope="module")
-def forked_processes(forge: Forge | None) -> Iterator[None]:
+def forked_processes(fork_server: ForkServer | None) -> Iterator[None]:
     """Fork the ranks and cores that this process starts, which saves two seconds for each."""
-    if forge is None:
+    if fork_server is None:
         yield
         return
     from tests.forked import ForkedProcess
@@ -106,7 +106,7 @@ def forked_processes(forge: Forge | None) -> Iterator[None]:
     from toolkit.executor import local_ranks
 
     def start(*arguments: Any, **options: Any) -> ForkedProcess:
-        return ForkedProcess(forge, *arguments, **options)
+        return ForkedProcess(fork_server, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (core_client, local_ranks):

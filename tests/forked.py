@@ -24,7 +24,7 @@ MAX_MESSAGE = 2**17
 MAX_FILES = 8
 
 
-class Forge:
+class ForkServer:
     """The process that forks the others. It ends with this object's process."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Forge:
         self._changed = threading.Condition()
         self._started: list[int] = []  # process ids
         self._codes: dict[int, int] = {}  # exit codes by process id
-        threading.Thread(target=self._read, daemon=True, name="forge").start()
+        threading.Thread(target=self._read, daemon=True, name="fork-server").start()
 
     def start(self, request: Mapping[str, object], files: list[int]) -> int:
         """Fork a process and return its id. Its first three files are the standard ones."""
@@ -76,7 +76,7 @@ class ForkedProcess:
 
     def __init__(
         self,
-        forge: Forge,
+        fork_server: ForkServer,
         command: Sequence[str],
         *,
         stdin: int,
@@ -86,7 +86,7 @@ class ForkedProcess:
     ) -> None:
         assert stdin == subprocess.PIPE
         assert start_new_session
-        self._forge = forge
+        self._server = fork_server
         request = {
             "command": list(command),
             "environment": dict(os.environ if env is None else env),
@@ -94,15 +94,15 @@ class ForkedProcess:
             "numbers": [0, 1, 2, *pass_fds],
         }
         theirs, ours = os.pipe()
-        self.pid = forge.start(request, [theirs, 1, 2, *pass_fds])
+        self.pid = fork_server.start(request, [theirs, 1, 2, *pass_fds])
         os.close(theirs)
         self.stdin: IO[bytes] = os.fdopen(ours, "wb", buffering=0)
 
     def poll(self) -> int | None:
-        return self._forge.code(self.pid, 0)
+        return self._server.code(self.pid, 0)
 
     def wait(self, timeout: float | None = None) -> int:
-        code = self._forge.code(self.pid, timeout)
+        code = self._server.code(self.pid, timeout)
         if code is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return code

@@ -7,7 +7,7 @@
 namespace tk::TK_VARIANT {
 namespace {
 
-constexpr int64_t kTokens = 8;          // of a task
+constexpr int64_t kTokens = 8;          // of a block
 constexpr int64_t kTaskSums = 1 << 15;  // multiplications of a task, at least
 constexpr int64_t kChunk = 512;         // columns of a task, at most
 constexpr int64_t kGate = kColumns / 2;
@@ -42,7 +42,7 @@ struct Adapted {
 
 int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Calls f(token) for the tokens of a block that have an adapter.
+// Calls f(row) for the tokens of a block.
 template <class F>
 [[gnu::always_inline]] inline void for_tokens(int64_t block, int64_t rows, F&& f) {
   for (int64_t row = block * kTokens; row < min(rows, (block + 1) * kTokens); ++row) f(row);

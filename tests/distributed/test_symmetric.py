@@ -122,7 +122,7 @@ def expected() -> list[torch.Tensor]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux only")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
-def test_ranks_have_the_same_sums(forge, tmp_path):
+def test_ranks_have_the_same_sums(fork_server, tmp_path):
     from toolkit.kernels.triton import all_reduce as kernels
 
     for rank in range(RANKS):
@@ -136,7 +136,7 @@ def test_ranks_have_the_same_sums(forge, tmp_path):
     command = [sys.executable, "-m", "tests.distributed.test_symmetric"]
     ranks = [
         ForkedProcess(
-            forge, [*command, str(rank), str(tmp_path)], stdin=PIPE, start_new_session=True
+            fork_server, [*command, str(rank), str(tmp_path)], stdin=PIPE, start_new_session=True
         )
         for rank in range(RANKS)
     ]

@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.weights.groups import Decoded
-from toolkit.weights.slots import Slot
+from toolkit.weights.slots import QuantizedSlot, Slot
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.products.lora import Factors
@@ -162,3 +162,24 @@ class Weight(Stored):
 
 def parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
+
+
+class QuantizingWeight(Weight):
+    """A weight whose slots quantize what they are filled with."""
+
+    def part_slots(
+        self,
+        rows: slice,
+        shards: tuple[Shard, Shard],
+        *,
+        transpose: bool = False,
+        order: tuple[int, ...] | None = None,
+    ) -> dict[str, Slot]:
+        target = next(self.parameters()).new_empty(1).expand(self.shape)[rows]
+        first = rows.start or 0
+        slot = QuantizedSlot(target, transpose, shards, order, store=self.store, first=first)
+        return {"weight": slot}
+
+    @abc.abstractmethod
+    def store(self, rows: slice, weight: torch.Tensor) -> None:
+        """Quantize rows of the weight."""

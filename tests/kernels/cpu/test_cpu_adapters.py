@@ -14,6 +14,8 @@ if not cpu.available():
 from toolkit.kernels.cpu.adapters import AdaptedProduct, Part, StepSlots
 from toolkit.kernels.cpu.linear import PackedLinear
 
+pytestmark = pytest.mark.usefixtures("variant", "num_threads")
+
 NUM_SLOTS, MAX_RANKS = 4, 40
 CASES = [
     # rows of x, of the weight, columns, type, activation, gated
@@ -25,20 +27,6 @@ CASES = [
     (40, 34, 65, torch.float32, "relu2", True),
     (2, 1200, 2050, torch.float32, "gelu", False),
 ]
-
-
-@pytest.fixture(params=cpu.variants(), autouse=True)
-def variant(request):
-    with cpu.using(request.param):
-        yield request.param
-
-
-@pytest.fixture(params=[1, 2], autouse=True)
-def num_threads(request):
-    before = cpu.num_threads()
-    cpu.set_num_threads(request.param)
-    yield request.param
-    cpu.set_num_threads(before)
 
 
 def make_parts(rows: int, columns: int) -> dict[int, list[Part]]:

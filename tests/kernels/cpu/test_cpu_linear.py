@@ -14,6 +14,8 @@ if not cpu.available():
 
 from toolkit.kernels.cpu.linear import ACTIVATIONS, PackedLinear
 
+pytestmark = pytest.mark.usefixtures("variant", "num_threads")
+
 SHAPES = [
     (1, 32, 4),
     (1, 50, 7),
@@ -26,20 +28,6 @@ SHAPES = [
 ]
 """(rows, out, in): single rows; complete and partial tiles, panels and words; several blocks."""
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-
-
-@pytest.fixture(params=cpu.variants(), autouse=True)
-def variant(request):
-    with cpu.using(request.param):
-        yield request.param
-
-
-@pytest.fixture(params=[1, 2], autouse=True)
-def num_threads(request):
-    before = cpu.num_threads()
-    cpu.set_num_threads(request.param)
-    yield request.param
-    cpu.set_num_threads(before)
 
 
 def make(rows: int, out: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

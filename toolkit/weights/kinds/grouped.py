@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.table import kernels_for
 from toolkit.weights.groups import Decoded, Groups, fill_randomly_, quantize
 from toolkit.weights.layout import Layout
-from toolkit.weights.slots import QuantizedSlot, Slot
-from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, Weight, parameter
+from toolkit.weights.weight import (
+    ALL,
+    DUMMY_STD,
+    Epilogue,
+    QuantizingWeight,
+    StackableWeight,
+    parameter,
+)
 
 if TYPE_CHECKING:
     from toolkit.kernels.table import Kernels
@@ -58,7 +63,7 @@ def _warn_of(layout: str, columns: int) -> None:
     )
 
 
-class GroupedWeight(Weight, StackableWeight):
+class GroupedWeight(QuantizingWeight, StackableWeight):
     """A weight in the layout of `Groups`, arranged for the kernels."""
 
     adds_deltas = True
@@ -125,21 +130,7 @@ class GroupedWeight(Weight, StackableWeight):
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         return self._expand(ids, self.dtype)
 
-    def part_slots(
-        self,
-        rows: slice,
-        shards: tuple[Shard, Shard],
-        *,
-        transpose: bool = False,
-        order: tuple[int, ...] | None = None,
-    ) -> dict[str, Slot]:
-        target = self.scales.new_empty(1).expand(self.shape)[rows]
-        first = rows.start or 0
-        slot = QuantizedSlot(target, transpose, shards, order, store=self.store, first=first)
-        return {"weight": slot}
-
     def store(self, rows: slice, weight: torch.Tensor) -> None:
-        """Quantize rows of the weight."""
         self.write(rows, quantize(weight, self.layout.bits, self.layout.group))
 
     def write(self, rows: slice, decoded: Decoded) -> None:

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.distributed import Shard
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
 from toolkit.weights.groups import Decoded, Groups, fill_randomly_, multiplied, quantize
 from toolkit.weights.kinds.packed import pack_groups
 from toolkit.weights.layout import Layout
-from toolkit.weights.slots import QuantizedSlot, Slot
-from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
+from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, QuantizingWeight, Weight, parameter
 
 if TYPE_CHECKING:
     from toolkit.weights.weight import Rows
@@ -24,7 +22,7 @@ INPUT_GROUP = 32
 """Elements of x that have one scale in products on CPUs, at most."""
 
 
-class IntegerWeight(Weight):
+class IntegerWeight(QuantizingWeight):
     """A weight in the layout of `Groups`, which our CPU kernels or PyTorch multiply."""
 
     BYTES = 0.5
@@ -75,21 +73,7 @@ class IntegerWeight(Weight):
     def take(self, ids: torch.Tensor) -> torch.Tensor:
         return self.groups.select(ids).dequantize().to(self.dtype)
 
-    def part_slots(
-        self,
-        rows: slice,
-        shards: tuple[Shard, Shard],
-        *,
-        transpose: bool = False,
-        order: tuple[int, ...] | None = None,
-    ) -> dict[str, Slot]:
-        target = self.scales.new_empty(1).expand(self.shape)[rows]
-        first = rows.start or 0
-        slot = QuantizedSlot(target, transpose, shards, order, store=self.store, first=first)
-        return {"weight": slot}
-
     def store(self, rows: slice, weight: torch.Tensor) -> None:
-        """Quantize rows of the weight."""
         self.write(rows, quantize(weight, self.layout.bits, self.groups.size))
 
     def fill_randomly(self, generator: torch.Generator) -> None:

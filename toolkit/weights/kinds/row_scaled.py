@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from toolkit.distributed import Shard
 from toolkit.kernels import reference
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
-from toolkit.weights.slots import QuantizedSlot, Slot
-from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, Weight, parameter
+from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, QuantizingWeight, parameter
 
 if TYPE_CHECKING:
     from toolkit.weights.weight import Rows
@@ -23,7 +21,7 @@ ScaledProduct = Callable[..., torch.Tensor]
 Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class RowScaledWeight(Weight):
+class RowScaledWeight(QuantizingWeight):
     """values · scales[:, None]. Checkpoints are quantized as they are loaded."""
 
     values_dtype: ClassVar[torch.dtype]
@@ -70,20 +68,7 @@ class RowScaledWeight(Weight):
         values = self.values.view(torch.int8)[ids].view(self.values_dtype)
         return (values.float() * self.scales[ids, None]).to(self.dtype)
 
-    def part_slots(
-        self,
-        rows: slice,
-        shards: tuple[Shard, Shard],
-        *,
-        transpose: bool = False,
-        order: tuple[int, ...] | None = None,
-    ) -> dict[str, Slot]:
-        target, first = self.values[rows], rows.start or 0
-        slot = QuantizedSlot(target, transpose, shards, order, store=self.store, first=first)
-        return {"weight": slot}
-
     def store(self, rows: slice, weight: torch.Tensor) -> None:
-        """Quantize rows of the weight."""
         values, scales = self.quantize(weight)
         self.values[rows].copy_(values)
         self.scales[rows].copy_(scales)
