@@ -35,6 +35,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.forked import ForkServer
+    from toolkit import LLM
 
 # The same examples in every run, without deadlines: failures depend only on the code.
 settings.register_profile(
@@ -82,6 +83,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return folders[name]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., LLM]]:
+    """Return a function from a checkpoint's name or folder, and settings, to a shared engine."""
+    from tests.engines import SharedEngines
+
+    shared = SharedEngines()
+
+    def get(model: str | Path, **settings: Any) -> LLM:
+        return shared.get(checkpoint(model) if isinstance(model, str) else model, **settings)
+
+    yield get
+    shared.close()
 
 
 @pytest.fixture(scope="session")
