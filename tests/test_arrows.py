@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from itertools import permutations
 from pathlib import Path
@@ -169,22 +171,43 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(name: str, *, top_level_only: bool = False) -> set[str]:
-    """Return the dotted names that a module imports, also for type checkers only."""
-    tree = ast.parse(MODULES[name].read_text())
+def statements(block: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield (statement, is at the top level), also of nested blocks, without expressions."""
+    nested = [block]
+    while nested:
+        parent = nested.pop()
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+            parts = getattr(parent, name, None)
+            if isinstance(parts, list):  # lambdas and conditional expressions have others
+                nested += parts
+                yield from ((part, parent is block) for part in parts)
+
+
+@functools.cache
+def all_imports(name: str) -> dict[str, bool]:
+    """Return the dotted names that a module imports, also for type checkers only.
+
+    True for those imported at the top level."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
-    for node in tree.body if top_level_only else ast.walk(tree):
+    found: dict[str, bool] = {}
+    for node, is_top_level in statements(ast.parse(MODULES[name].read_text())):
+        names = set()
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names = {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parts = package.split(".")
                 above = ".".join(parts[: len(parts) - node.level + 1])
                 base = f"{above}.{base}" if base else above
-            found |= {f"{base}.{alias.name}" for alias in node.names}
+            names = {f"{base}.{alias.name}" for alias in node.names}
+        for one in names:
+            found[one] = is_top_level or found.get(one, False)
     return found
+
+
+def imports(name: str, *, top_level_only: bool = False) -> set[str]:
+    return {one for one, is_top in all_imports(name).items() if is_top or not top_level_only}
 
 
 def imported_modules(name: str) -> set[str]:
