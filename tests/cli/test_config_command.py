@@ -163,7 +163,11 @@ def test_config_show_usage_errors_are_one_line(show, arguments, message):
 
 def test_config_show_with_a_closed_pipe_is_no_error(tmp_path):
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m toolkit config show | head -n 1"],
+        [
+            "bash",
+            "-c",
+            f"unset PYTHONUNBUFFERED; {sys.executable} -m toolkit config show | head -n 1",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

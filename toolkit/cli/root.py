@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 import traceback
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 
@@ -64,11 +65,29 @@ def tree() -> CommandGroup:
 def run() -> int:
     """Run the command and return its exit code. An error is one paragraph on stderr."""
     try:
-        return tree().main(prog_name="tk", standalone_mode=False) or 0
+        code: int = tree().main(prog_name="tk", standalone_mode=False) or 0
     except Exception as error:
+        _flush_output()
         if shows_tracebacks():
             print(escape_controls(traceback.format_exc()), file=sys.stderr)
         return explain(error)
+    failed = _flush_output()
+    if isinstance(failed, BrokenPipeError):  # its reader has ended
+        return 1
+    return code if failed is None else explain(failed)
+
+
+def _flush_output() -> OSError | None:
+    """Flush stdout and return the error. The flush at exit could not explain it.
+
+    After an error it is closed: what it still holds would fail again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError):
+            sys.stdout.close()
+        return error
+    return None
 
 
 def explain(error: Exception) -> int:
