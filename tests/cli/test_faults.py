@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from toolkit import logs
+from toolkit.cli import root
+from toolkit.errors import ConfigError
+from toolkit.inventory import listing
 from toolkit.logs import LogStyle, save_traceback
-
-BROKEN = """
-import sys
-import toolkit.inventory.listing as listing
-
-def list_models(*arguments, **settings):
-    raise {error}
-
-listing.list_models = list_models
-sys.argv = ["tk", "models"]
-from toolkit.cli import main
-main()
-"""
-
-
-def broken_tk(home: Path, error: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `tk models` with an internal error."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("TK_", "XDG_"))
-    }
-    return subprocess.run(
-        [sys.executable, "-c", BROKEN.format(error=error)],
-        env=kept | {"HOME": str(home)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -49,8 +23,24 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_internal_error_message_has_the_path_of_the_traceback(home):
-    done = broken_tk(home, "ZeroDivisionError('by zero')")
+@pytest.fixture
+def broken_tk(
+    home: Path, tk_here: Callable, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs `tk models` with an error in it."""
+
+    def run(error: BaseException, **environment: str) -> subprocess.CompletedProcess[str]:
+        def list_models(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(listing, "list_models", list_models)
+        return tk_here("models", **environment)
+
+    return run
+
+
+def test_internal_error_message_has_the_path_of_the_traceback(home, broken_tk):
+    done = broken_tk(ZeroDivisionError("by zero"))
     log = home / ".local/state/tk/errors.log"
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
@@ -61,44 +51,42 @@ def test_internal_error_message_has_the_path_of_the_traceback(home):
     assert "Traceback (most recent call last):" in kept
     assert "in list_models" in kept
     assert log.stat().st_mode & 0o077 == 0
-    other = broken_tk(home, "KeyError('again')", XDG_STATE_HOME=str(home / "state"))
+    other = broken_tk(KeyError("again"), XDG_STATE_HOME=str(home / "state"))
     assert str(home / "state/tk/errors.log") in other.stderr
 
 
 @pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
-def test_tk_debug_shows_the_traceback(home, value, shown):
-    done = broken_tk(home, "ZeroDivisionError('by zero')", TK_DEBUG=value)
+def test_tk_debug_shows_the_traceback(broken_tk, value, shown):
+    done = broken_tk(ZeroDivisionError("by zero"), TK_DEBUG=value)
     assert done.returncode == 1
     assert ("Traceback" in done.stderr) == shown
     assert "internal error" in done.stderr
 
 
-def test_ctrl_c_before_a_command_starts_exits_with_130(home):
-    done = broken_tk(home, "KeyboardInterrupt")
+def test_ctrl_c_before_a_command_starts_exits_with_130(broken_tk, tk_here, monkeypatch):
+    done = broken_tk(KeyboardInterrupt())
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-    code = BROKEN.format(error="None").replace("main()", "root.tree = list_models\nmain()")
-    code = "import toolkit.cli.root as root\n" + code.replace(
-        "raise None", "raise KeyboardInterrupt"
-    )
-    early = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
-    )
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(root, "tree", interrupted)
+    early = tk_here("models")
     assert (early.returncode, early.stderr) == (130, "")
 
 
-def test_usage_error_has_no_traceback_without_tk_debug(home):
-    error = "__import__('toolkit.errors').errors.ConfigError('not so')"
-    done = broken_tk(home, error)
+def test_usage_error_has_no_traceback_without_tk_debug(home, broken_tk):
+    done = broken_tk(ConfigError("not so"))
     assert (done.returncode, done.stderr) == (2, "tk: not so\n")
     assert not (home / ".local").exists()
-    debugged = broken_tk(home, error, TK_DEBUG="1")
+    debugged = broken_tk(ConfigError("not so"), TK_DEBUG="1")
     assert debugged.returncode == 2
     assert "Traceback" in debugged.stderr
 
 
-def test_internal_error_without_a_writable_log(home):
+def test_internal_error_without_a_writable_log(home, broken_tk):
     (home / ".local").write_text("a file where a folder should be")
-    done = broken_tk(home, "ZeroDivisionError('by zero')")
+    done = broken_tk(ZeroDivisionError("by zero"))
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "TK_DEBUG=1 shows its traceback" in done.stderr
 

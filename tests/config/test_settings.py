@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-import os
 import pkgutil
 import subprocess
 import sys
@@ -291,18 +290,12 @@ class TestValues:
             config.model.seed = 4
 
 
-def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; sys.argv[0] = 'tk'; from toolkit.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd, env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
+LIGHT = ("--version", "--help", "serve --help", "models", "show", "config show", "serve --dry-run")
 
 
 class TestCommandLine:
-    def test_help_shows_all_settings(self, tmp_path):
-        done = tk("serve", "--help-all", cwd=tmp_path)
+    def test_help_shows_all_settings(self, tk_here):
+        done = tk_here("serve", "--help-all", COLUMNS="200", NO_COLOR="1")
         assert done.returncode == 0, done.stderr
         shown = " ".join(done.stdout.split())
         for config in (ModelConfig, ServerConfig, DeviceConfig, CacheConfig, SchedulerConfig):
@@ -310,27 +303,27 @@ class TestCommandLine:
                 assert f"{row.flag} " in shown, row.flag
                 assert row.help.split(".")[0].split()[0] in shown
 
-    @pytest.mark.parametrize(
-        "arguments",
-        ["--help", "serve --help", "--version", "models", "show", "config show", "serve --dry-run"],
-    )
-    def test_commands_without_an_engine_import_nothing_heavy(self, tmp_path, arguments):
+    def test_commands_without_an_engine_import_nothing_heavy(self, tmp_path):
+        """Runs them in one process. It prints what each has added to the imported libraries."""
         code = (
-            "import atexit, sys\n"
+            "import sys\n"
             "from toolkit.cli import main\n"
             "heavy = ('torch', 'transformers', 'fastapi', 'textual', 'tokenizers', 'aiohttp')\n"
-            "loaded = lambda: [name for name in heavy if name in sys.modules]\n"
-            "atexit.register(lambda: print('loaded', loaded()))\n"
-            f"sys.argv = ['tk', *{arguments.split()!r}]\n"
-            "main()\n"
+            f"for line in {LIGHT!r}:\n"
+            "    sys.argv, code = ['tk', *line.split()], None\n"
+            "    try: main()\n"
+            "    except SystemExit as end: code = end.code\n"
+            "    loaded = [name for name in heavy if name in sys.modules]\n"
+            "    print('ended', line, code or 0, loaded)\n"
         )
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == "loaded []"
+        ended = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+        assert ended == [f"ended {line} 0 []" for line in LIGHT]
 
-    def test_invalid_value_is_one_line_and_exit_code_2(self, tmp_path):
+    def test_invalid_value_is_one_line_and_exit_code_2(self, tk_here, tmp_path):
         file = tmp_path / "tk.toml"
         cases = (
             (["--port", "70000"], {}, "", "--port"),
@@ -339,7 +332,7 @@ class TestCommandLine:
         )
         for arguments, environment, content, name in cases:
             file.write_text(content)
-            done = tk("serve", *arguments, cwd=tmp_path, **environment)
+            done = tk_here("serve", *arguments, cwd=tmp_path, **environment)
             assert done.returncode == 2
             assert done.stderr == f"tk: {name} must be at most 65535; got 70000.\n"
             assert done.stdout == ""
