@@ -36,6 +36,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.forked import ForkServer
     from toolkit import LLM
+    from toolkit.doctor.probe import Probe
 
 # The same examples in every run, without deadlines: failures depend only on the code.
 settings.register_profile(
@@ -174,6 +175,20 @@ def tk_here(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.Compl
         return subprocess.CompletedProcess(arguments, exit.value.code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def doctors_probe() -> Probe:
+    """The process in which `tk doctor` imports PyTorch. Its facts are those of all tests."""
+    from toolkit.doctor.probe import Probe
+
+    return Probe()
+
+
+@pytest.fixture
+def one_probe(doctors_probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tk doctor` and `tk collect-env` share a process, which takes two seconds."""
+    monkeypatch.setattr("toolkit.doctor.probe.Probe", lambda: doctors_probe)
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,6 @@ import getpass
 import json
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,21 +25,13 @@ FACTS = {
 }  # fmt: skip
 
 
-def tk(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TK_")}
-    return subprocess.run(
-        [sys.executable, "-m", "toolkit", *arguments],
-        env=kept | {"HOME": str(cwd), "OMP_NUM_THREADS": "1"} | environment,
-        cwd=cwd, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-
-
+@pytest.mark.usefixtures("one_probe")
 class TestCommand:
-    def test_warnings_do_not_change_the_exit_code(self, tmp_path):
+    def test_warnings_do_not_change_the_exit_code(self, tk_here, tmp_path):
         """A port in use, a misspelled variable, and no completions."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
-            done = tk(
+            done = tk_here(
                 "doctor",
                 "--json",
                 cwd=tmp_path,
@@ -63,9 +52,9 @@ class TestCommand:
         assert found["completions"]["fix"] == "tk completion zsh --install"
         assert all(bool(one["fix"]) == (one["status"] != "pass") for one in found.values())
 
-    def test_invalid_setting_fails_with_exit_code_1(self, tmp_path):
+    def test_invalid_setting_fails_with_exit_code_1(self, tk_here, tmp_path):
         (tmp_path / "tk.toml").write_text("[serve]\nprt = 1")
-        done = tk("doctor", cwd=tmp_path)
+        done = tk_here("doctor", cwd=tmp_path)
         assert done.returncode == 1
         [line] = [line for line in done.stdout.splitlines() if " settings " in line]
         assert line.startswith("fail")
@@ -187,22 +176,24 @@ class TestInstallation:
         assert "tested: 0.1" in finding.text
 
     @pytest.mark.parametrize("shell", COMPLETIONS)
-    def test_installed_and_outdated_completions_are_recognized(self, shell, tmp_path, monkeypatch):
+    def test_installed_and_outdated_completions_are_recognized(
+        self, shell, tmp_path, monkeypatch, tk_here
+    ):
         for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "ZDOTDIR", "BASH_COMPLETION_USER_DIR"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HOME", str(tmp_path))
         assert installation._completions(shell).status == "warn"
-        assert tk("completion", shell, "--install", cwd=tmp_path).returncode == 0
+        assert tk_here("completion", shell, "--install", cwd=tmp_path).returncode == 0
         assert installation._completions(shell).status == "pass"
         installation.completion_path(shell).write_text("outdated")
         assert "from another version" in installation._completions(shell).text
 
 
 class TestCollectEnv:
-    @pytest.fixture(scope="class")
-    def report(self, tmp_path_factory):
+    @pytest.fixture
+    def report(self, one_probe, tk_here, tmp_path):
         """The report of a machine with many private settings."""
-        folder = tmp_path_factory.mktemp("machine")
+        folder = tmp_path / "machine"
         home = folder / "home" / "ada.lovelace"
         home.mkdir(parents=True)
         (folder / "tk.toml").write_text("max_num_seqs = 7")
@@ -217,7 +208,7 @@ class TestCollectEnv:
             "TK_SERVED_MODEL_NAME": "sk-abcdefghijklmnopqrstuv",
         }
         user = {"HOME": str(home), "USER": "ada.lovelace", "LOGNAME": "ada.lovelace"}
-        done = tk("collect-env", cwd=folder, TK_SYSTEM="a|b", **secrets, **user)
+        done = tk_here("collect-env", cwd=folder, TK_SYSTEM="a|b", **secrets, **user)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 

@@ -11,14 +11,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants, file_download
 
 from tests.hub import Hub, commit_of
 from tests.server import until
 from toolkit.demo import MODEL_DIR
+from toolkit.inventory import removal
 
 CARD = b"---\nlicense: apache-2.0\nlanguage: en\n---\n# A model"
 
@@ -110,20 +114,23 @@ class TestPull:
             request for request in hub.requests if request[0] == "GET" and "/resolve/" in request[1]
         ]
 
-    def test_broken_connection_is_resumed(self, hub, tk, tmp_path):
-        large = os.urandom(24 * 2**20)
+    def test_broken_connection_is_resumed(self, hub, tk, tmp_path, monkeypatch):
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
+        no_sleep = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+        monkeypatch.setattr(file_download, "time", no_sleep)
+        large = os.urandom(24 * 2**14)
         (tmp_path / "large").mkdir()
         (tmp_path / "large" / "config.json").write_bytes(
             (Path(MODEL_DIR) / "config.json").read_bytes()
         )
         (tmp_path / "large" / "model.safetensors").write_bytes(large)
         hub.add("org/large", tmp_path / "large")
-        hub.cut = 14 * 2**20
+        hub.cut = 14 * 2**14
         done = tk("pull", "org/large")
         assert done.returncode == 0, done.stderr
         assert (Path(done.stdout.rstrip("\n")) / "model.safetensors").read_bytes() == large
         [asked] = [part for path, part in hub.ranges if path.endswith("model.safetensors")]
-        assert int(asked.removeprefix("bytes=").split("-")[0]) >= 10 * 2**20
+        assert int(asked.removeprefix("bytes=").split("-")[0]) >= 10 * 2**14
 
     def test_complete_files_of_a_failed_pull_are_kept(self, hub, tk, tmp_path):
         hub.failing = {"model.safetensors"}
@@ -202,16 +209,9 @@ class TestPull:
         assert f"is in {folder}" in tk("pull", "org/tiny", **down).stderr
         assert "HF_HUB_OFFLINE is set" in tk("pull", "org/tiny", HF_HUB_OFFLINE="1").stderr
 
-    def test_full_disk_is_reported_before_the_download(self, hub, environment, tmp_path):
-        code = (
-            "import shutil, sys; sys.argv = ['tk', 'pull', 'org/tiny']\n"
-            "shutil.disk_usage = lambda path: type('Usage', (), {'free': 1000})\n"
-            "from toolkit.cli import main\nmain()"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | environment | {"HF_HUB_OFFLINE": "0"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+    def test_full_disk_is_reported_before_the_download(self, hub, tk, monkeypatch):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        done = tk("pull", "org/tiny")
         assert done.returncode == 2
         assert "org/tiny needs 7.4 MiB more, and 1000 B are free" in done.stderr.replace("\n", " ")
         assert not hub.asked_for("model.safetensors")
@@ -402,20 +402,17 @@ class TestRemove:
         assert not folder.exists()
         assert set(tmp_path.rglob("*")) >= before
 
-    def test_question_answered_with_no_keeps_the_model(self, environment, tmp_path, folder):
+    def test_question_answered_with_no_keeps_the_model(self, tk, monkeypatch, folder):
         for answer, code in (("n", 1), ("", 1), ("y", 0)):
             assert folder.exists()
             ours, theirs = pty.openpty()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "toolkit", "rm", "org/tiny"], env=os.environ | environment,
-                cwd=tmp_path, stdin=theirs, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            os.write(ours, f"{answer}\n".encode())
-            _, stderr = process.communicate(timeout=200)
+            with open(theirs) as terminal, monkeypatch.context() as patch:
+                patch.setattr(removal, "sys", SimpleNamespace(stdin=terminal, stderr=sys.stderr))
+                os.write(ours, f"{answer}\n".encode())
+                done = tk("rm", "org/tiny")
             os.close(ours)
-            os.close(theirs)
-            assert "Remove 7.4 MiB? [y/N]" in stderr
-            assert process.returncode == code
+            assert "Remove 7.4 MiB? [y/N]" in done.stderr
+            assert done.returncode == code
         assert not folder.exists()
 
     def test_without_a_terminal_nothing_is_removed(self, tk, folder):
