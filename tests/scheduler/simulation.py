@@ -9,7 +9,8 @@ detected at the first token that would read it.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+import zlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from unittest import mock
@@ -38,7 +39,7 @@ MAX_MODEL_LEN = 40
 
 def next_token(tokens: tuple[int, ...], seed: int, adapter: str = "") -> int:
     """Return the next token: any function that depends on all of `tokens`."""
-    return random.Random(f"{seed}:{adapter}:{tokens}").randrange(VOCAB)
+    return zlib.crc32(f"{seed}:{adapter}:{tokens}".encode()) % VOCAB
 
 
 def adapter_of(request: Request) -> str:
@@ -179,7 +180,7 @@ class Device:
     def _draft(self, row: Row, new: list[int]) -> list[int]:
         """Return drafts, mostly right ones, padded with NO_DRAFT."""
         tokens, drafts = row.tokens + new, list[int]()
-        chance = random.Random(f"{row.seed}:{tokens}:drafts")
+        chance = random.Random(zlib.crc32(f"{row.seed}:{tokens}:drafts".encode()))
         for _ in range(chance.randint(0, self.most_drafts)):
             right = next_token((*tokens, *drafts), row.seed, self.adapters[row.adapter])
             drafts.append(right if chance.random() < 0.7 else chance.randrange(VOCAB))
@@ -288,12 +289,15 @@ def run(plan: Plan) -> Outcome:
     scheduler = make_scheduler(plan)
     device, outcome = Device(plan), Outcome(scheduler)
     steps: deque[tuple[SchedulerOutput, ModelOutput | str]] = deque()
-    for number, request in enumerate(plan.requests):
+    requests = plan.requests
+    for number, request in enumerate(requests):
         request.number = number
-    given = [len(request.output_token_ids) for request in plan.requests]
+    given = [len(request.output_token_ids) for request in requests]
+    without_token = list(requests)
     arrivals = sorted(plan.arrivals, key=lambda arrival: arrival[0])
-    work = sum(r.num_prompt_tokens + r.spec.max_tokens for r in plan.requests)
-    limit = 100 + 40 * work + max((turn for turn, _ in plan.arrivals + plan.aborts), default=0)
+    work = sum(r.num_prompt_tokens + r.spec.max_tokens for r in requests)
+    events = sorted(turn for turn, _ in plan.arrivals + plan.aborts)
+    limit = 100 + 40 * work + max(events, default=0)
     turn = -1
     while arrivals or scheduler.num_unfinished or steps:
         turn += 1
@@ -336,6 +340,8 @@ def run(plan: Plan) -> Outcome:
         check_ownership(scheduler)
         if not steps:
             assert arrivals or not scheduler.num_unfinished, "a request waits while nothing runs"
+            if not scheduler.num_unfinished:
+                turn = next((event for event in events if event > turn), turn + 1) - 1
             continue
         step, result = steps.popleft()
         if isinstance(result, str):
@@ -345,13 +351,14 @@ def run(plan: Plan) -> Outcome:
             scheduler.recover(step, out_of_memory=result == "memory")
         else:
             outcome.add(scheduler.update(step, result))
-            for request in plan.requests:
+            for request in list(without_token):
                 if request.num_known_tokens > request.num_prompt_tokens:
-                    outcome.first_token.setdefault(request.id, turn)
+                    outcome.first_token[request.id] = turn
+                    without_token.remove(request)
         check_ownership(scheduler)
         outcome.num_preemptions += scheduler.take_stats().num_preemptions
     check_all_is_free(scheduler, plan)
-    for request in plan.requests:
+    for request in requests:
         if not request.spec.is_final_only or request.finish_reason in (
             FinishReason.STOP,
             FinishReason.LENGTH,
@@ -378,11 +385,13 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput, budget: int) -> None
 
 def check_ownership(scheduler: Scheduler) -> None:
     """Check that reference counts match the block tables, and unreferenced blocks are free once."""
-    holders = Counter(block for request in scheduler.running for block in request.blocks)
     pool = scheduler.pool
-    blocks = range(pool.num_blocks)
-    assert [holders[block] for block in blocks] == [pool.num_references(block) for block in blocks]
-    assert pool.num_free == pool.num_blocks - len(holders)
+    num_holders = [0] * pool.num_blocks
+    for request in scheduler.running:
+        for block in request.blocks:
+            num_holders[block] += 1
+    assert num_holders == list(map(pool.num_references, range(pool.num_blocks)))
+    assert pool.num_free == num_holders.count(0)
     for request in scheduler.running:
         assert request.status is RequestStatus.RUNNING
         assert len(set(request.blocks)) == len(request.blocks)
