@@ -55,15 +55,60 @@ def test_explained_flags_exist_with_the_right_defaults():
     assert EngineConfig().cache.block_size == 16  # corpus: "16 by default in tk"
 
 
-def test_corpus_is_reproducible():
-    assert training_documents(seed=3, samples=4) == training_documents(seed=3, samples=4)
-    assert training_documents(seed=3, samples=4) != training_documents(seed=4, samples=4)
-
-
-def test_held_out_questions_are_not_trained_on():
+@pytest.fixture(scope="module")
+def trained():
+    """Normalised questions of a small corpus. Those that are held out depend on its seed."""
     from tools.demo.train import Recipe
 
-    trained = questions_of(training_documents(Recipe.seed, Recipe.samples // 4))
+    assert Recipe.seed == 0
+    return questions_of(training_documents(seed=0, samples=40))
+
+
+FIRST = {
+    "What is a KV cache?": "keys and values",
+    "How do I start a server?": "`tk serve MODEL`",
+    "What does TTFT mean?": "time to first token",
+    "What is 7 + 5?": "7 + 5 = 12.",
+    "Hello": "Ask me about tk",
+    "What is the capital of France?": "I only know about tk",
+}
+"""Questions of new users, and a part of the answer."""
+IDENTITY = ("who are you?", "What is your name?")
+SECOND = Question(
+    FACTS,
+    "",
+    "What is its default?",
+    "The default of --port is 8000.",
+    (
+        ("user", "What does --port do?"),
+        ("assistant", "The flag --port sets the port to listen on; 0 takes a free one."),
+    ),
+)
+
+
+def sample(category, count):
+    return random.Random(0).sample([q for q in held_out() if q.category == category], count)
+
+
+@pytest.fixture(scope="module")
+def trials():
+    """Answers to all questions of this file by their text, from one batch."""
+    asked = [
+        *sample(FACTS, 40),
+        *sample(OTHER_WORDS, 50),
+        *(Question("", "", text, "") for text in (*FIRST, *IDENTITY)),
+        SECOND,
+    ]
+    return {trial.question.text: trial for trial in evaluate.ask(MODEL_DIR, asked)}
+
+
+def test_corpus_is_reproducible():
+    documents = training_documents(seed=3, samples=1)
+    assert documents == training_documents(seed=3, samples=1)
+    assert documents != training_documents(seed=4, samples=1)
+
+
+def test_held_out_questions_are_not_trained_on(trained):
     asked = {normalise(question.text) for question in held_out()}
     assert len(asked) > 2000
     assert not asked & trained
@@ -84,8 +129,7 @@ def test_a_third_of_the_questions_in_other_words_is_held_out():
     assert 0.28 < held / every < 0.38
 
 
-def test_no_spelling_or_clue_of_a_held_out_question_is_trained_on():
-    trained = questions_of(training_documents(seed=0, samples=40))
+def test_no_spelling_or_clue_of_a_held_out_question_is_trained_on(trained):
     assert not trained & held_out_texts(seed=0)
     for fact in corpus.facts():
         asked = [
@@ -173,52 +217,33 @@ def test_chat_template_shows_tools_calls_and_results():
     assert detect_format(tokenizer.chat_template) == "llama3_json"
 
 
-@pytest.mark.slow
-def test_most_held_out_questions_are_answered_right():
-    asked = random.Random(0).sample([q for q in held_out() if q.category == FACTS], 60)
-    right, count = evaluate.right_shares(evaluate.ask(MODEL_DIR, asked))[FACTS]
+def test_most_held_out_questions_are_answered_right(trials):
+    answers = [trials[question.text] for question in sample(FACTS, 40)]
+    right, count = evaluate.right_shares(answers)[FACTS]
     assert right >= evaluate.REQUIRED * count
 
 
-@pytest.mark.slow
-def test_questions_in_other_words_are_often_answered_right():
-    asked = random.Random(0).sample([q for q in held_out() if q.category == OTHER_WORDS], 80)
-    right, count = evaluate.right_shares(evaluate.ask(MODEL_DIR, asked))[OTHER_WORDS]
+def test_questions_in_other_words_are_often_answered_right(trials):
+    answers = [trials[question.text] for question in sample(OTHER_WORDS, 50)]
+    right, count = evaluate.right_shares(answers)[OTHER_WORDS]
     assert right >= 0.4 * count
 
 
-def test_first_questions_are_answered():
-    asked = {
-        "What is a KV cache?": "keys and values",
-        "How do I start a server?": "`tk serve MODEL`",
-        "What does TTFT mean?": "time to first token",
-        "What is 7 + 5?": "7 + 5 = 12.",
-        "Hello": "Ask me about tk",
-        "What is the capital of France?": "I only know about tk",
-    }
-    answers = evaluate.ask(MODEL_DIR, [Question("", "", text, "") for text in asked])
-    for answer, expected in zip(answers, asked.values(), strict=True):
-        assert expected in answer.text
+@pytest.mark.parametrize("question", FIRST)
+def test_first_questions_are_answered(trials, question):
+    assert FIRST[question] in trials[question].text
 
 
-def test_model_says_that_it_is_the_demo_model():
-    asked = [Question("identity", "", text, "") for text in ("who are you?", "What is your name?")]
-    for answer in evaluate.ask(MODEL_DIR, asked):
-        assert "demo model" in answer.text
-        assert "no substitute for a real model" in answer.text
-        assert answer.ended
+@pytest.mark.parametrize("question", IDENTITY)
+def test_model_says_that_it_is_the_demo_model(trials, question):
+    answer = trials[question]
+    assert "demo model" in answer.text
+    assert "no substitute for a real model" in answer.text
+    assert answer.ended
 
 
-def test_second_question_in_a_chat_is_answered():
-    before = (
-        ("user", "What does --port do?"),
-        (
-            "assistant",
-            "The flag --port sets the port to listen on; 0 takes a free one.",
-        ),
-    )
-    question = Question(FACTS, "", "What is its default?", "The default of --port is 8000.", before)
-    assert evaluate.ask(MODEL_DIR, [question])[0].is_right
+def test_second_question_in_a_chat_is_answered(trials):
+    assert trials[SECOND.text].is_right
 
 
 def test_short_training_writes_a_loadable_folder(tmp_path):
@@ -229,8 +254,8 @@ def test_short_training_writes_a_loadable_folder(tmp_path):
         finish_steps=2,
         tokens_per_step=256,
         row_lengths=(128,),
-        facts=20,
-        samples=5,
+        facts=10,
+        samples=2,
         width=64,
         heads=2,
         layers=2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from tests import checkpoints
 from toolkit.attention import AttentionShape
 from toolkit.bench.workloads import Workload
-from tools.bench.floor import Machine, ModelSizes, load_sizes, minimum_seconds
+from tools.bench.floor import Machine, ModelSizes, load_sizes, main, minimum_seconds
 
 SIZES = ModelSizes(
     layers=1000,
@@ -90,16 +89,10 @@ def test_sizes_match_the_model(checkpoint, name):
     assert len(sizes.attention) == config.num_hidden_layers
 
 
-def test_command_prints_all_five(checkpoint):
-    command = [
-        sys.executable,
-        "-m",
-        "tools.bench.floor",
-        str(checkpoint("gpt2")),
-        "--bandwidth",
-        "1",
-    ]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+def test_command_prints_all_five(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["floor", str(checkpoint("gpt2")), "--bandwidth", "1"])
+    main()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == [
         "offline",
         "latency",
