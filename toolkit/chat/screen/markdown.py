@@ -134,7 +134,7 @@ class PlainTable(TableElement):
 
 
 class RenderedBlocks(Markdown):
-    """Parsed blocks, in the form that rich renders."""
+    """Parsed blocks, in the form that rich renders: set `parsed`. It is slow to construct."""
 
     elements = Markdown.elements | {
         "fence": PlainCode,
@@ -146,9 +146,8 @@ class RenderedBlocks(Markdown):
         "table_open": PlainTable,
     }
 
-    def __init__(self, tokens: list[Token]) -> None:
+    def __init__(self) -> None:
         super().__init__("", hyperlinks=False)  # show the addresses of links
-        self.parsed = tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +238,7 @@ class BlockRenderer:
             legacy_windows=False,
             theme=THEME,
         )
+        self._blocks = RenderedBlocks()
 
     def lines(
         self, blocks: Sequence[MarkdownBlock], columns: int, before: MarkdownBlock | None
@@ -246,9 +246,9 @@ class BlockRenderer:
         """Render blocks that follow the block `before`."""
         lines: list[str] = []
         for block in blocks:
+            self._blocks.parsed = block.tokens
             shown = self.render(
-                RenderedBlocks(block.tokens),
-                columns if block.is_wide else min(columns, PROSE_WIDTH),
+                self._blocks, columns if block.is_wide else min(columns, PROSE_WIDTH)
             )
             if not block.is_code and shown[:1] == [""]:
                 del shown[0]  # rich puts an empty line before every list, quote and table
