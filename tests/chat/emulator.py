@@ -35,7 +35,10 @@ class Emulator(io.TextIOBase):
         """All lines, with the scrollback, without empty ones at the end."""
         width = self.screen.columns
         above = [self._text([line[x] for x in range(width)]) for line in self.screen.history.top]
-        found = [line.rstrip() for line in [*above, *self.screen.display]]
+        # Like `screen.display`, which asks for the width of each character, and is slow.
+        buffer = self.screen.buffer
+        shown = [self._text([buffer[y][x] for x in range(width)]) for y in range(self.screen.lines)]
+        found = [line.rstrip() for line in [*above, *shown]]
         while found and not found[-1]:
             found.pop()
         return found

@@ -14,13 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyte
 
+from tests.forked import ForkedProcess, ForkServer
+
 TIMEOUT = 90.0  # seconds
 ENTER, ESCAPE, TAB = "\r", "\x1b", "\t"
 CTRL_C, CTRL_D, CTRL_R, CTRL_T, CTRL_Z = "\x03", "\x04", "\x12", "\x14", "\x1a"
 
 
 class PtyProgram:
-    """Runs a command in its own session, on a screen of `columns` by `rows`."""
+    """Runs a command in its own session, on a screen of `columns` by `rows`.
+
+    With a fork server, the command is `python -m MODULE`, which takes the terminal itself."""
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class PtyProgram:
         environment: Mapping[str, str],
         columns: int = 80,
         rows: int = 24,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -42,13 +47,16 @@ class PtyProgram:
             os.setsid()
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
-        self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            preexec_fn=take_terminal,
-            env=os.environ | {"TERM": "xterm-256color"} | environment,
+        options = {
+            "stdin": slave,
+            "stdout": slave,
+            "stderr": slave,
+            "env": os.environ | {"TERM": "xterm-256color"} | environment,
+        }
+        self.process: subprocess.Popen[bytes] = (
+            subprocess.Popen(command, **options, preexec_fn=take_terminal)
+            if fork_server is None
+            else ForkedProcess(fork_server, command, **options, start_new_session=True)
         )
 
     def type(self, keys: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +11,6 @@ import pytest
 from tests.local import LocalServer
 from tests.server import Server
 from toolkit.chat.commands import handle_line
-
-PROGRAM = "from toolkit.cli import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +119,9 @@ def test_answer_under_a_schema_ends_soon(real, question):
     assert {"a", "b"} <= json.loads(choice["message"]["content"]).keys() <= {"a", "b", "c"}
 
 
-def test_piped_answer_matches_its_schema(real, tmp_path):
+def test_piped_answer_matches_its_schema(real, tk_here, tmp_path):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     flags = ["--url", real.url, "--schema", "schema.json", "--temperature", "0"]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "chat", *flags],
-        input="Is it?",
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = tk_here("chat", *flags, stdin="Is it?", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["a"] in ("yes", "no")

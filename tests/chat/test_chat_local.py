@@ -48,7 +48,7 @@ def is_gone(url):
 
 @pytest.mark.parametrize("manner", ["polite", "stubborn"])
 def test_private_server_runs_inside_the_block(state, monkeypatch, manner):
-    monkeypatch.setattr(local, "GRACE", 0.5)
+    monkeypatch.setattr(local, "GRACE", 0.1)
     waits = []
     with local_server(
         None, tick=waits.append, command=[sys.executable, "-c", SERVER, manner]

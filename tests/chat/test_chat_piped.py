@@ -9,12 +9,10 @@ import sys
 
 import pytest
 
+from tests.forked import ForkedProcess
 from tests.server import until
 from toolkit.chat import store
 from toolkit.chat.history import Conversation
-
-PROGRAM = "from toolkit.cli import main; main()"
-COMMAND = [sys.executable, "-c", PROGRAM, "chat"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,18 +22,26 @@ def directed(server, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def chat_process(fork_server):
+    """Function that starts `tk chat` in a new process, with pipes for its streams."""
+
+    def start(*flags: str) -> subprocess.Popen[bytes]:
+        module = "toolkit" if fork_server is None else "tests.chat.forked_tk"
+        command = [sys.executable, "-m", module, "chat", *flags]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        if fork_server is None:
+            return subprocess.Popen(command, **pipes)
+        return ForkedProcess(fork_server, command, **pipes, start_new_session=True)
+
+    return start
+
+
+@pytest.fixture
 def tk(tk_here):
     def run(*flags: str, stdin: str = "Hi\nthere\n") -> subprocess.CompletedProcess[str]:
         return tk_here("chat", *flags, stdin=stdin)
 
     return run
-
-
-def tk_process(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a new process, with an empty pipe as stdin."""
-    return subprocess.run(
-        [*COMMAND, *flags], input="", capture_output=True, text=True, timeout=200, check=False
-    )
 
 
 def test_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
@@ -71,11 +77,12 @@ def test_markdown_and_escape_codes_are_piped_unchanged(server, tk):
 def test_characters_missing_in_the_encoding_are_replaced(server, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     server.pieces = ["wörld 🎉"]
-    assert tk_process("What is it?").stdout == "w?rld ?\n"
+    command = [sys.executable, "-m", "toolkit", "chat", "What is it?"]
+    assert subprocess.check_output(command, input=b"", timeout=200) == b"w?rld ?\n"
 
 
-def test_question_with_invalid_bytes_has_them_replaced(server):
-    assert tk_process(b"caf\xe9 or tea?".decode(errors="surrogateescape")).returncode == 0
+def test_question_with_invalid_bytes_has_them_replaced(server, tk):
+    assert tk(b"caf\xe9 or tea?".decode(errors="surrogateescape"), stdin="").returncode == 0
     assert server.bodies[0]["messages"][0]["content"] == "caf? or tea?"
 
 
@@ -187,11 +194,10 @@ def test_continue_resumes_the_last_conversation(server, tk):
     assert len(store.newest(5)) == 1  # single questions are not saved
 
 
-def test_ctrl_c_writes_the_partial_answer_and_exits_with_130(server):
+def test_ctrl_c_writes_the_partial_answer_and_exits_with_130(server, chat_process):
     server.stall_after = 2
-    with subprocess.Popen(
-        [*COMMAND, "What is it?"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-    ) as chat:
+    with chat_process("What is it?") as chat:
+        chat.stdin.close()
         assert server.stalled.wait(90)
         received = b""
         while received != b"Hello, ":
@@ -201,16 +207,11 @@ def test_ctrl_c_writes_the_partial_answer_and_exits_with_130(server):
     assert server.disconnected.wait(90)
 
 
-def test_closed_stdout_is_no_error(server):
+def test_closed_stdout_is_no_error(server, chat_process):
     server.pieces = ["word "] * 20_000
-    command = f"{sys.executable} -c '{PROGRAM}' chat | head -c 5"
-    done = subprocess.run(
-        ["bash", "-c", command],
-        input="Hi",
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.stdout == "word "
-    assert done.stderr == ""
+    with chat_process() as chat:
+        chat.stdin.write(b"Hi")
+        chat.stdin.close()
+        assert chat.stdout.read(5) == b"word "
+        chat.stdout.close()
+        assert chat.stderr.read() == b""

@@ -17,14 +17,16 @@ PLACEHOLDER = "Ask something."
 
 
 @pytest.fixture
-def start(server, monkeypatch):
+def start(server, monkeypatch, fork_server):
     """Function that starts `tk chat` with flags in a terminal."""
     running = []
     monkeypatch.delenv("NO_COLOR", raising=False)
 
     def begin(*flags: str, columns: int = 80, rows: int = 24, **environment: str) -> PtyProgram:
-        command = [sys.executable, "-c", PROGRAM, "chat", *flags]
-        program = PtyProgram(command, {"TK_URL": server.url} | environment, columns, rows)
+        module = "toolkit" if fork_server is None else "tests.chat.forked_tk"
+        command = [sys.executable, "-m", module, "chat", *flags]
+        environment = {"TK_URL": server.url} | environment
+        program = PtyProgram(command, environment, columns, rows, fork_server)
         running.append(program)
         return program
 
