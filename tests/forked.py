@@ -1,158 +1,179 @@
-"""Ranks and engine cores of tests, forked from a process that has imported PyTorch already.
+"""Processes of tests, forked from one that has imported PyTorch and the server already.
 
-The import takes two seconds of CPU time. The processes run the same module with the same arguments,
-environment and files. Tests of servers start theirs as users do."""
+These imports take four seconds of CPU time. The processes run the same module with the same
+arguments, environment and files as those that Python would start, and they are children of the
+process that asked for them. Linux only."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
+import functools
 import gc
+import importlib
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, NoReturn
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 MAX_MESSAGE = 2**17
 MAX_FILES = 8
+TITLE = 2**12
+"""Bytes for the command line of a forked process."""
+PR_SET_CHILD_SUBREAPER = 36
+HAVE_CHILDREN = {  # modules that start processes: by name, where they do
+    "toolkit": ("toolkit.engine.cores.core_client", "toolkit.serving.supervisor"),
+    "toolkit.engine.cores.core_process": ("toolkit.executor.local_ranks",),
+}
+NURSERY = "nursery of tests"
+
+IMPORTED = (
+    "toolkit.cli.root",
+    "toolkit.engine.core",
+    "toolkit.engine.cores.core_process",
+    "toolkit.executor.rank",
+    "toolkit.serving.api_worker",
+    "toolkit.serving.lifecycle",
+    "toolkit.worker.worker",
+)
 
 
 class ForkServer:
-    """The process that forks the others. It ends with this object's process."""
+    """A child process with one thread that forks other children of this process."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forked", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-            )
+    def __init__(self, ours: socket.socket | None = None) -> None:
+        """Start a child that imports everything. `ours`: end of a socket to one that has."""
+        self.process: subprocess.Popen[bytes] | None = None
+        if ours is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                command = [sys.executable, "-m", "tests.forked", str(theirs.fileno()), "-" * TITLE]
+                self.process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    cwd=Path(__file__).parents[1],
+                    # The threads of NumPy's BLAS would not survive in forked processes.
+                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+                )
+        self._socket = ours
         self._starting = threading.Lock()
-        self._changed = threading.Condition()
-        self._started: list[int] = []  # process ids
-        self._codes: dict[int, int] = {}  # exit codes by process id
-        threading.Thread(target=self._read, daemon=True, name="fork-server").start()
 
-    def start(self, request: Mapping[str, object], files: list[int]) -> int:
+    def start(self, request: dict[str, object], files: list[int]) -> int:
         """Fork a process and return its id. Its first three files are the standard ones."""
-        with self._starting:
+        with self._starting, _adopting():
             socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-            with self._changed:
-                assert self._changed.wait_for(lambda: self._started, 60), "no process was forked"
-                pid = self._started.pop()
-                self._codes.pop(pid, None)
-        return pid
-
-    def code(self, pid: int, timeout: float | None) -> int | None:
-        """Wait for a process; return its exit code, or None if it still runs."""
-        with self._changed:
-            self._changed.wait_for(lambda: pid in self._codes, timeout)
-            return self._codes.get(pid)
+            answer = self._socket.recv(MAX_MESSAGE)
+        if not answer:
+            raise OSError("the process that forks others has ended")
+        return int(answer)
 
     def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self.process.wait()
-
-    def _read(self) -> None:
-        while message := self._socket.recv(MAX_MESSAGE):
-            pid, code = json.loads(message)
-            with self._changed:
-                if code is None:
-                    self._started.append(pid)
-                else:
-                    self._codes[pid] = code
-                self._changed.notify_all()
+        self._socket.close()
+        if self.process is not None:
+            self.process.wait()
 
 
-class ForkedProcess:
-    """The part of `subprocess.Popen` that ranks and cores need."""
+@functools.cache
+def shared() -> ForkServer | None:
+    """Return the fork server of this test process; None where there is no fork."""
+    if sys.platform != "linux":
+        return None
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+class ForkedProcess(subprocess.Popen[Any]):
+    """A process `python -m MODULE ARGUMENTS` that a fork server forks."""
 
     def __init__(
-        self,
-        fork_server: ForkServer,
-        command: Sequence[str],
-        *,
-        stdin: int,
-        start_new_session: bool,
-        pass_fds: Sequence[int] = (),
-        env: Mapping[str, str] | None = None,
+        self, fork_server: ForkServer, command: Sequence[str], *arguments: Any, **options: Any
     ) -> None:
-        assert stdin == subprocess.PIPE
-        assert start_new_session
-        self._server = fork_server
+        assert options.get("start_new_session")
+        self._fork_server = fork_server
+        super().__init__(command, *arguments, **options)
+
+    def _execute_child(self, *arguments: Any) -> None:
+        """Fork the process, with the parameters of the method that starts one."""
+        command, _, _, _, pass_fds, cwd, env = arguments[:7]
+        ends = arguments[10:16]  # of stdin, stdout and stderr, in turn theirs and ours or reverse
+        standard = [
+            number if end == -1 else end for number, end in enumerate((ends[0], ends[3], ends[5]))
+        ]
         request = {
             "command": list(command),
             "environment": dict(os.environ if env is None else env),
-            "cwd": os.getcwd(),
+            "cwd": str(cwd or os.getcwd()),
             "numbers": [0, 1, 2, *pass_fds],
         }
-        theirs, ours = os.pipe()
-        self.pid = fork_server.start(request, [theirs, 1, 2, *pass_fds])
-        os.close(theirs)
-        self.stdin: IO[bytes] = os.fdopen(ours, "wb", buffering=0)
+        self.pid = self._fork_server.start(request, [*standard, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(*ends)
 
-    def poll(self) -> int | None:
-        return self._server.code(self.pid, 0)
 
-    def wait(self, timeout: float | None = None) -> int:
-        code = self._server.code(self.pid, timeout)
-        if code is None:
-            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-        return code
+def stand_in(start: Callable[..., subprocess.Popen[Any]]) -> types.SimpleNamespace:
+    """Return the module `subprocess` with another way to start processes."""
+    return types.SimpleNamespace(**vars(subprocess) | {"Popen": start})
 
-    def kill(self) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+
+@contextlib.contextmanager
+def _adopting() -> Any:
+    """Make this process the parent of descendants whose parents end."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def main() -> None:
-    """Fork a process for each message on the socket. Report their ids, and then their ends."""
-    import toolkit.engine.core
-    import toolkit.executor.rank
-    import toolkit.worker.worker  # noqa: F401  # what they import
-
+    """Import everything and fork processes, until the socket is closed."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "only processes of one thread can be forked"
     gc.collect()
     gc.freeze()
-    ours = socket.socket(fileno=int(sys.argv[1]))
-    ended, wakes = os.pipe()
-    os.set_blocking(wakes, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.set_wakeup_fd(wakes)
+    _fork_others(socket.socket(fileno=int(sys.argv[1])))
+
+
+def _fork_others(ours: socket.socket) -> None:
+    """Fork a process for each message on the socket, and send its id."""
+    _set_title([NURSERY])
     while True:
-        readable, _, _ = select.select([ours, ended], [], [])
-        if ended in readable:
-            os.read(ended, 1024)
-            for pid, code in _reap():
-                ours.send(json.dumps([pid, code]).encode())
-        if ours in readable:
-            message, files, _, _ = socket.recv_fds(ours, MAX_MESSAGE, MAX_FILES)
-            if not message:
-                return
-            if (pid := os.fork()) == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                for number in (ours.detach(), ended, wakes):
-                    os.close(number)
-                _run(files, **json.loads(message))
-            for file in files:
-                os.close(file)
-            ours.send(json.dumps([pid, None]).encode())
-
-
-def _reap() -> Iterator[tuple[int, int]]:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended[0], os.waitstatus_to_exitcode(ended[1])
+        message, files, _, _ = socket.recv_fds(ours, MAX_MESSAGE, MAX_FILES)
+        if not message:
+            return
+        # The child of a child that ends gets another parent: the process that asked for it.
+        read, write = os.pipe()
+        if (between := os.fork()) == 0:
+            parent = os.getpid()
+            if (pid := os.fork()) != 0:
+                os.write(write, str(pid).encode())
+                os._exit(0)
+            for number in (ours.detach(), read, write):
+                os.close(number)
+            while os.getppid() == parent:
+                time.sleep(0.0002)
+            _run(files, **json.loads(message))
+        os.close(write)
+        os.waitpid(between, 0)
+        for file in files:
+            os.close(file)
+        ours.send(os.read(read, 100))
+        os.close(read)
 
 
 def _run(
@@ -163,9 +184,10 @@ def _run(
     numbers: list[int],
 ) -> NoReturn:
     """Run `python -m MODULE ARGUMENTS` in this process, which is new."""
-    code = 1
+    code: object = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         # First to numbers that are not among those that they get.
         free = max(*numbers, *files) + 1
         moved = [os.dup2(file, free + i) for i, file in enumerate(files)]
@@ -175,24 +197,84 @@ def _run(
             os.dup2(file, number)
             os.close(file)
         os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(environment)
-        if "TEST_HOOKS" in environment:
-            import tests.inside.sitecustomize  # noqa: F401  # changes modules
+        _set_title(command)
         _, flag, module, *arguments = command
         assert flag == "-m"
+        if module in HAVE_CHILDREN:
+            _fork_own_children(HAVE_CHILDREN[module])
         sys.orig_argv, sys.argv = command, [module, *arguments]
+        _set_environment(environment)
+        sys.modules["toolkit.cli"].START = time.perf_counter()
+        if not hasattr(sys.modules.get(module), "__path__"):  # a package has a module __main__
+            sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = end.code
     except BaseException:
         traceback.print_exc()
     finally:
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+            code = 1
+        threading._shutdown()  # as Python does at its end
+        atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code or 0)
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    """Take the variables, and the path that Python would make of them."""
+
+    def path() -> list[str]:
+        return [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+    sys.path = [folder for folder in sys.path if folder not in (OUR_FOLDER, *path())]
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path = [*path(), *sys.path]
+    if "TEST_HOOKS" in environment:
+        import tests.inside.sitecustomize  # noqa: F401  # changes modules
+
+
+OUR_FOLDER = os.getcwd()
+
+
+def _fork_own_children(modules: Sequence[str]) -> None:
+    """Make these modules fork processes, from a copy of this one as it is now."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        kept = theirs.fileno()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nothing, number)
+        os.closerange(3, kept)
+        os.closerange(kept + 1, 2**16)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _fork_others(theirs)
+        os._exit(0)
+    theirs.close()
+    start = functools.partial(ForkedProcess, ForkServer(ours))
+    for name in modules:
+        importlib.import_module(name).subprocess = stand_in(start)
+
+
+def _set_title(command: Sequence[str]) -> None:
+    """Overwrite the command line that other processes see. Empty arguments follow."""
+    with open("/proc/self/stat") as stat:
+        start, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
+    title = b"".join(word.encode() + b"\0" for word in command)
+    assert len(title) < end - start
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, title, len(title))
 
 
 if __name__ == "__main__":
-    main()
+    # Under its own name, so that forked processes find the module's classes once.
+    from tests import forked
+
+    forked.main()

@@ -22,8 +22,12 @@ import httpx
 import openai
 import psutil
 from httpx._transports import default as transports
+from httpx2._transports import default as transports_of_openai
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+from tests.forked import ForkedProcess
+from tests.forked import shared as shared_fork_server
 
 START_TIMEOUT = 240.0
 WAIT = 90.0  # seconds for something that should happen at once: machines are busy
@@ -31,8 +35,9 @@ INSIDE = Path(__file__).parent / "inside"  # hooks in the engine's processes
 KEEP_ALIVE = httpx.Limits(keepalive_expiry=None)
 """Keeps idle connections: a new one might lead to another API worker."""
 
-# Each client would read the system's certificates, which takes 20 ms.
-transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+# Each client would read the system's certificates, which takes 40 ms.
+for module in (transports, transports_of_openai):
+    module.create_ssl_context = functools.cache(module.create_ssl_context)
 
 
 def hook_environment(folder: Path) -> dict[str, str]:
@@ -44,9 +49,14 @@ def hook_environment(folder: Path) -> dict[str, str]:
 class Process:
     """A process of `tk` with some arguments. Its stderr is collected."""
 
-    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
+    def __init__(self, *arguments: str, cwd: Path, forked: bool = True, **environment: str) -> None:
+        """`forked`: fork it, and the processes that it starts, to save the imports.
+
+        Else Python starts them, as a user does."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TK_")}
-        self.popen = subprocess.Popen(
+        fork_server = shared_fork_server() if forked else None
+        start = functools.partial(ForkedProcess, fork_server) if fork_server else subprocess.Popen
+        self.popen = start(
             [sys.executable, "-m", "toolkit", *arguments],
             cwd=cwd,
             env=inherited | {"HF_HUB_OFFLINE": "1", "HOME": str(cwd)} | environment,
@@ -63,6 +73,11 @@ class Process:
     @property
     def stderr(self) -> str:
         return "".join(self.lines)
+
+    def children(self, module: str) -> list[psutil.Process]:
+        """Return its child processes that run a module, whose name begins so."""
+        found = psutil.Process(self.popen.pid).children()
+        return [c for c in found if any(word.startswith(module) for word in command(c))]
 
     def wait(self, timeout: float = WAIT) -> int:
         """Wait for its end; return the exit code."""
@@ -87,14 +102,18 @@ class Server(Process):
     """A server that is ready. `url` is its root."""
 
     def __init__(
-        self, *arguments: str, cwd: Path, port: int | None = 0, **environment: str
+        self,
+        *arguments: str,
+        cwd: Path,
+        port: int | None = 0,
+        forked: bool = True,
+        **environment: str,
     ) -> None:
         given = [] if port is None else ["--port", str(port)]
         self._hooks = Path(tempfile.mkdtemp(dir=cwd, prefix="hooks-"))
         given += ["--num-threads", "1"]
-        super().__init__(
-            "serve", *arguments, *given, cwd=cwd, **hook_environment(self._hooks) | environment
-        )
+        environment = hook_environment(self._hooks) | environment
+        super().__init__("serve", *arguments, *given, cwd=cwd, forked=forked, **environment)
         try:
             self.url = self._await_ready()
         except BaseException:
@@ -106,10 +125,6 @@ class Server(Process):
     @property
     def pid(self) -> int:
         return self.popen.pid
-
-    def children(self, module: str) -> list[psutil.Process]:
-        """Return its child processes that run a module."""
-        return [c for c in psutil.Process(self.popen.pid).children() if module in command(c)]
 
     @property
     def cores(self) -> list[psutil.Process]:
@@ -236,9 +251,12 @@ def until(condition: Callable[[], object], timeout: float = WAIT) -> object:
 def command(process: psutil.Process) -> list[str]:
     """Return the command line of a process; empty if it has ended."""
     try:
-        return process.cmdline()
+        words = process.cmdline()
     except psutil.NoSuchProcess:
         return []
+    while words and not words[-1]:  # in a forked process, the rest of a long line is empty
+        words.pop()
+    return words
 
 
 def gone(process: psutil.Process) -> bool:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.api.conftest import Reference
-from tests.server import WAIT, Client, Server, gone, put_under_load, until
+from tests.server import WAIT, Client, Server, command, gone, put_under_load, until
 from tests.serving.test_recovery import Answer, read, streamed
 
 TOKENS = 96
@@ -155,7 +155,7 @@ def test_killing_the_server_ends_its_processes(server: Server) -> None:
         clients = put_under_load(server, ENDLESS)
         others = [*server.cores, *server.workers]
         assert len(others) == 4
-        sockets = [Path(core.cmdline()[-1]) for core in server.cores]
+        sockets = [Path(command(core)[-1]) for core in server.cores]
         assert all(folder.is_dir() for folder in sockets)
         server.signal(signal.SIGKILL)
         until(lambda: all(gone(process) for process in others))

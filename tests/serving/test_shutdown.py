@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.server import (
@@ -104,9 +103,8 @@ def test_a_signal_during_start_up_ends_all_processes(
     flags = ("--port", "0", "--api-workers", str(num_workers))
     process = Process("serve", str(bare_model), *flags, cwd=tmp_path, **hook_environment(held))
     try:
-        find = psutil.Process(process.popen.pid).children
-        until(lambda: len(find()) == num_children)
-        children = find()
+        until(lambda: len(process.children("toolkit.")) == num_children)
+        children = process.children("toolkit.")
         process.popen.send_signal(signal.SIGTERM)
         (held / "toolkit.engine.cores.core_process").unlink()
         process.wait()

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
-from tests.server import START_TIMEOUT, Process, Server, free_port, gone, until
+from tests.server import START_TIMEOUT, Process, Server, gone, until
 from toolkit import LLM
 from toolkit.api.http.connections.listener import bind
 from toolkit.config import EngineConfig, LoRAConfig, ServerConfig
@@ -72,20 +73,20 @@ def test_the_curl_line_works(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def configured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with settings from the file, variables and a flag."""
+    """A server with settings from the file, variables and a flag, started as users do."""
     cwd = tmp_path_factory.mktemp("configured")
     (cwd / "tk.toml").write_text(
         'served-model-name = "from-the-file"\nmax-model-len = 64\nblock_size = 8\nport = 1\n'
     )
-    variables = {"TK_PORT": str(free_port()), "TK_MAX_MODEL_LEN": "80", "TK_API_KEY": KEY}
-    server = Server(str(model), "--max-model-len", "96", cwd=cwd, port=None, **variables)
-    server.variables = variables
+    variables = {"TK_PORT": "0", "TK_MAX_MODEL_LEN": "80", "TK_API_KEY": KEY}
+    flags = ("--max-model-len", "96")
+    server = Server(str(model), *flags, cwd=cwd, port=None, forked=False, **variables)
     yield server
     server.stop()
 
 
 def test_flags_override_variables_and_variables_the_file(configured: Server) -> None:
-    assert configured.url == f"http://127.0.0.1:{configured.variables['TK_PORT']}"
+    assert urlsplit(configured.url).port not in (1, ServerConfig().port), "any free port"
     with configured.openai(KEY) as client:
         [card] = client.models.list().data
     assert (card.id, card.max_model_len) == ("from-the-file", 96)
@@ -99,6 +100,10 @@ def test_the_curl_line_reads_the_key_from_its_variable(configured: Server) -> No
         ["bash", "-c", configured.curl], env=environment, capture_output=True, check=True
     )
     assert json.loads(ran.stdout)["object"] == "chat.completion"
+
+
+def test_default_port_is_8000() -> None:
+    assert ServerConfig().port == 8000
 
 
 def test_default_model_name_is_that_of_the_folder(base: Server) -> None:
@@ -207,6 +212,7 @@ FAILURES = {
     ),
 }  # fmt: skip
 """Errors of the engine."""
+STARTED = "little memory"  # the one whose process is started as users do
 
 
 EARLY_FAILURES = {
@@ -265,7 +271,7 @@ def failed(
         checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
         failure.prepare(folder)
         arguments = failure.arguments or ["model"]
-        process = Process("serve", *arguments, "--port", "0", cwd=cwd)
+        process = Process("serve", *arguments, "--port", "0", cwd=cwd, forked=name != STARTED)
         try:
             process.wait(START_TIMEOUT)
         finally:
@@ -294,7 +300,8 @@ def test_an_error_before_the_engine_starts_is_one_message(
 ) -> None:
     failure = EARLY_FAILURES[name]
     (tmp_path / "model").symlink_to(model)
-    ended = tk_here("serve", *failure.arguments, cwd=tmp_path, **failure.variables)
+    variables = {"TK_PORT": "0"} | failure.variables  # the default port may be in use
+    ended = tk_here("serve", *failure.arguments, cwd=tmp_path, **variables)
     check_failure(failure, ended.returncode, ended.stderr.splitlines())
 
 
@@ -332,13 +339,13 @@ def test_a_port_in_use_names_its_process(server: Server, bare_model: Path, tmp_p
 
 def test_a_port_is_bound_before_the_model_is_loaded() -> None:
     """The second of two servers fails at once, not after it has loaded its model."""
-    port = free_port()
-    with (
-        bind("127.0.0.1", port),
-        pytest.raises(ConfigError, match=f"127.0.0.1:{port}"),
-        bind("127.0.0.1", port),
-    ):
-        pass
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=f"127.0.0.1:{port}"),
+            bind("127.0.0.1", port),
+        ):
+            pass
 
 
 def test_ctrl_c_ends_an_idle_server_and_frees_the_port(configured: Server) -> None:
@@ -348,7 +355,7 @@ def test_ctrl_c_ends_an_idle_server_and_frees_the_port(configured: Server) -> No
     assert configured.wait() == 0
     assert gone(configured.core)
     assert "Traceback" not in configured.stderr
-    port = int(configured.variables["TK_PORT"])
+    port = urlsplit(configured.url).port
     configured.http.close()
     lingering = (port, psutil.CONN_TIME_WAIT)
     until(lambda: lingering in [(c.laddr.port, c.status) for c in psutil.net_connections("tcp")])
@@ -369,6 +376,6 @@ def test_a_signal_during_start_up_ends_the_server_at_once(
             pass
 
     monkeypatch.setattr(lifecycle, "_make_front_end", lambda *_: Starting())
-    config = ServerConfig(host="127.0.0.1", port=free_port())
+    config = ServerConfig(host="127.0.0.1", port=0)
     ended = lifecycle.serve(EngineConfig(), config, 0.0)
     assert asyncio.run(ended) == code

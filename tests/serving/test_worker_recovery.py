@@ -11,7 +11,7 @@ import psutil
 import pytest
 import zmq
 
-from tests.server import WAIT, Client, Server, until
+from tests.server import WAIT, Client, Server, command, until
 
 ENDLESS = 8000
 
@@ -35,7 +35,7 @@ def send_nonsense(server: Server, before: list[psutil.Process]) -> None:
     clients = [Client(server, ENDLESS) for _ in range(2)]
     until(lambda: all(client.events for client in clients))
     with zmq.Context() as context, context.socket(zmq.PUSH) as nonsense:
-        nonsense.connect(f"ipc://{server.core.cmdline()[-1]}/out1")
+        nonsense.connect(f"ipc://{command(server.core)[-1]}/out1")
         nonsense.send(b"\xc1")
         until(lambda: len(server.workers) == 2 and server.workers != before)
     until(lambda: sum(client.error is not None for client in clients) == 1)

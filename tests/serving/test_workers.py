@@ -15,7 +15,17 @@ import psutil
 import pytest
 
 from tests.api.conftest import Reference
-from tests.server import KEEP_ALIVE, START_TIMEOUT, WAIT, Client, Process, Server, gone, until
+from tests.server import (
+    KEEP_ALIVE,
+    START_TIMEOUT,
+    WAIT,
+    Client,
+    Process,
+    Server,
+    command,
+    gone,
+    until,
+)
 from tests.serving.test_shutdown import await_refusal
 
 KEY = "a secret key"
@@ -101,7 +111,7 @@ def test_every_worker_needs_the_key_and_hides_it(
         client.headers.pop("Authorization")
         assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 401
     for process in [psutil.Process(several.pid), several.core, *several.workers]:
-        assert KEY not in " ".join(process.cmdline())
+        assert KEY not in " ".join(command(process))
 
 
 def counted(text: str, name: str) -> float:
