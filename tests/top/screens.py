@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from copy import deepcopy
+import pickle
 from functools import cache
 from pathlib import Path
 
@@ -33,17 +33,26 @@ SCREENS = {
 SIZES = ((80, 24), (200, 60))
 
 
+def moment():
+    return MOMENT
+
+
 @cache
-def demo_state():
+def pickled_demo():
     """Return the demo's servers with their history, which takes a while to simulate."""
-    state = State(demo_sources(lambda: MOMENT), interval=1.0, window=30.0)
+    state = State(demo_sources(moment), interval=1.0, window=30.0)
     add_demo_history(state, 1.0)
-    return state
+    return pickle.dumps(state)
+
+
+def demo_state():
+    """Return a copy of the demo's servers with their history."""
+    return pickle.loads(pickled_demo())
 
 
 def demo_app(**settings):
     """Return the dashboard of the demo, with a stopped clock. `settings` are those of TopApp."""
-    return TopApp(deepcopy(demo_state()), **settings)
+    return TopApp(demo_state(), **settings)
 
 
 def screen_text(app):

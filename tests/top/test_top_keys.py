@@ -27,10 +27,10 @@ def app_over(*servers, interval=0.1, keys=(None, None), recorder=None):
 
 async def until(app, pilot, pattern):
     """Wait until the screen matches, for at most twenty seconds."""
-    for _ in range(400):
+    for _ in range(1000):
         if re.search(pattern, screen_text(app)):
             return
-        await pilot.pause(0.05)
+        await pilot.pause(0.02)
     pytest.fail(f"{pattern!r} did not appear. The screen:\n{screen_text(app)}")
 
 
@@ -77,7 +77,7 @@ async def test_pause_stops_reading_and_q_quits(metrics, canned):
         await until(app, pilot, "paused")
         for _ in range(20):  # a request may be in flight
             before = len(server.requested)
-            await pilot.pause(0.5)
+            await pilot.pause(0.3)
             if len(server.requested) == before:
                 break
         assert len(server.requested) == before

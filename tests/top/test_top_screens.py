@@ -8,12 +8,11 @@ from itertools import product
 import pytest
 from rich.cells import cell_len
 
-from tests.top.screens import MOMENT, SCREENS, SIZES, demo_app, file_of, screen
+from tests.top.screens import MOMENT, SCREENS, SIZES, demo_app, demo_state, file_of, screen
 from toolkit.top.drawing import chrome
 from toolkit.top.drawing.paint import width_of
 from toolkit.top.drawing.palette import DARK, LIGHT, Palette
 from toolkit.top.readings.demo import demo_sources
-from toolkit.top.run import add_demo_history
 from toolkit.top.state import State
 
 
@@ -101,6 +100,4 @@ def test_committed_screens_have_their_size():
 
 
 def test_demo_has_a_history():
-    state = State(demo_sources(lambda: MOMENT), interval=1.0, window=30.0)
-    add_demo_history(state, 1.0)
-    assert all(len(server.points["generation"]) > 100 for server in state.servers)
+    assert all(len(server.points["generation"]) > 100 for server in demo_state().servers)
