@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
           --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-gpu test-models check docs format clean
+.PHONY: serve test test-gpu test-models references check docs format clean
 
 serve: $(VENV)/.runtime
 	@$(BIN)/tk serve $(ARGS)
@@ -34,6 +34,13 @@ test-gpu:
 # Every decoder of Transformers. WRITE=1 writes docs/architectures.md.
 test-models: $(VENV)/.dev
 	$(BIN)/python -m pytest -m models tests/models/test_every_decoder.py $(ARGS)
+
+# Compute Transformers' outputs that tests compare with, and write them to tests/references.
+# After a change in few tests: make references ARGS="tests/models --add" adds theirs.
+references: $(VENV)/.dev
+	rm -rf tests/references/parts
+	REFERENCES=write $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(filter-out --add,$(ARGS))
+	$(BIN)/python -m tests.references $(filter --add,$(ARGS))
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

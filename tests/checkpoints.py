@@ -1,20 +1,25 @@
-"""Small random checkpoints written by Transformers, and Transformers' outputs for them."""
+"""Small random checkpoints in Transformers' format, and Transformers' outputs for them."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from tests import engines
 from tests.models.architectures import ARCHITECTURES
+from tests.references import Reference
 from toolkit import LLM, RequestOutput
 from toolkit.sampling.params import SamplingParams
 from toolkit.sequence import SequenceSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 VOCAB = 262
 """The bytes, <|endoftext|> <|user|> <|assistant|> <|end|>, and two that only the model has."""
@@ -24,17 +29,37 @@ NEW_TOKENS = 64  # per answer in the parity tests
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 _HEADS = {"GPT2": "GPT2LMHeadModel"}
 _OFFSET_NORMS = ("Gemma", "Nemotron")  # their norms multiply by 1 + weight
+_TOKENIZER = Path(__file__).parent / "references" / "tokenizer"
+
+Model = Union[Reference, "torch.nn.Module"]
 
 
-def make_model(family: str, settings: dict, seed: int = 0) -> torch.nn.Module:
-    """Make a Transformers model whose parameters are all random, so that each shows in the output.
+def make_model(family: str, settings: dict, seed: int = 0) -> Reference:
+    """Return Transformers' model of a class, with random weights. It is made when it is used."""
+    return Reference(family, settings, seed)
+
+
+def make_reference(name: str, seed: int = 0) -> Reference:
+    """Return the model of a row of ARCHITECTURES."""
+    return make_model(*ARCHITECTURES[name], seed)
+
+
+def head_name(family: str) -> str:
+    """Return the name of Transformers' class."""
+    return _HEADS.get(family, f"{family}ForCausalLM")
+
+
+def random_model(family: str, settings: dict) -> torch.nn.Module:
+    """Make a model whose parameters are all random, so that each shows in the output.
 
     Transformers initializes norms and biases to values that do nothing.
     """
+    import transformers
+
     config_class = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))
     ids = {"vocab_size": VOCAB, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": None}
-    torch.manual_seed(seed)
-    head = getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))
+    torch.manual_seed(0)
+    head = getattr(transformers, head_name(family))
     # Some versions choose SDPA for Gemma 2, which ignores its soft cap.
     config = config_class(**ids, **settings, attn_implementation="eager")
     model = head(config).eval()
@@ -56,23 +81,24 @@ def make_model(family: str, settings: dict, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def make_reference(name: str, seed: int = 0) -> torch.nn.Module:
-    """Make the model of a row of ARCHITECTURES."""
-    return make_model(*ARCHITECTURES[name], seed)
+def save(model: Model, folder: Path, *, tokenizer: bool = True, **options: object) -> Path:
+    """Save the checkpoint, with a byte tokenizer and a chat template.
 
-
-def save(
-    model: torch.nn.Module, folder: Path, *, tokenizer: bool = True, **options: object
-) -> Path:
-    """Save the checkpoint with Transformers, with a byte tokenizer and a chat template."""
-    model.save_pretrained(folder, **options)
+    Transformers saves it with options, such as the size of shards, and if a test has used it."""
+    if isinstance(model, Reference) and not options and not model.is_used:
+        model.save(folder)
+    else:
+        model.save_pretrained(folder, **options)
     if tokenizer:
-        make_tokenizer().save_pretrained(folder)
+        for path in _TOKENIZER.iterdir():
+            shutil.copy(path, folder)
     return folder
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Make a byte-level BPE without merges: one token per byte."""
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -100,13 +126,15 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
-def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
     """Generate `count` greedy tokens with Transformers: batch size 1, with cache, no end token."""
     return greedy_batch(model, [prompt], count)[0]
 
 
-def greedy_batch(model: torch.nn.Module, prompts: list[list[int]], count: int) -> list[list[int]]:
+def greedy_batch(model: Model, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Generate `count` greedy tokens for each of some prompts of equal length, as `greedy`."""
+    if isinstance(model, Reference):
+        return [model.greedy(prompt, count) for prompt in prompts]
     ids = torch.tensor(prompts)
     with torch.no_grad():
         out = model.generate(
@@ -120,8 +148,10 @@ def greedy_batch(model: torch.nn.Module, prompts: list[list[int]], count: int) -
     return out[:, ids.shape[1] :].tolist()
 
 
-def logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+def logits(model: Model, tokens: list[int]) -> torch.Tensor:
     """Return [len(tokens), vocab] from one uncached Transformers forward."""
+    if isinstance(model, Reference):
+        return model.logits(tokens)
     with torch.no_grad():
         return model(torch.tensor([tokens], device=model.device)).logits[0].cpu()
 
@@ -146,7 +176,7 @@ def generate(llm: LLM, prompts: list[list[int]], **params: object) -> list[Reque
 
 def engine_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     """Return [len(prompt), vocab] as the engine computes them, in its type."""
-    model = llm._core.executor._worker.runner.model
+    model = engines.model(llm)
     seen: list[torch.Tensor] = []
     compute = model.logits
     model.logits = lambda hidden, *rest: seen.append(compute(hidden, *rest)) or seen[-1]
@@ -160,8 +190,7 @@ def engine_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
 def records_steps(llm: LLM) -> bool:
     """Run a decode step on a CPU. Return True if it was recorded, to be replayed."""
     generate(llm, [[1]], max_tokens=2)
-    replay = llm._core.executor._worker.runner.model._replay
-    if replay is None:
+    if engines.replay(llm) is None:
         return False
-    recorded = replay._recorded
+    recorded = engines.recorded_steps(llm)
     return bool(recorded) and all(recorded.values())

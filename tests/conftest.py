@@ -101,14 +101,11 @@ def engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., LLM]]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer | None]:
+def fork_server() -> ForkServer | None:
     """None where a process that has imported PyTorch cannot be forked."""
-    from tests.forked import ForkServer
+    from tests.forked import shared
 
-    made = ForkServer() if sys.platform == "linux" else None
-    yield made
-    if made is not None:
-        made.close()
+    return shared()
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +195,14 @@ def isolated_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith("TK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def pytest_sessionfinish() -> None:
+    """Write what this process recorded of Transformers (`make references`)."""
+    from tests import references
+
+    if references.IS_RECORDING:
+        references.records().write()
 
 
 @pytest.hookimpl(tryfirst=True)

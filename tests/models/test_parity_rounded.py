@@ -11,6 +11,7 @@ import torch
 from tests import checkpoints
 from tests.checkpoints import VOCAB
 from tests.models.architectures import SHORTEST_PROMPT
+from tests.references import Reference
 from toolkit import LLM
 from toolkit.kernels import cpu
 from toolkit.kernels.reference import quantize_int8
@@ -18,6 +19,9 @@ from toolkit.models.build import choose_dtype, load_config
 
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
 CPU = torch.device("cpu")
+LAST = slice(-8, None)
+Errors = tuple[torch.Tensor, torch.Tensor]
+"""Errors of our log-probabilities, and of those of Transformers with rounding."""
 BOUND = 1.3
 """Our RMS error over that of Transformers. Measured: 0.7 to 1.02."""
 NAMES = [
@@ -27,17 +31,16 @@ NAMES = [
 ]
 
 
-def compare(
-    name: str, exact: torch.nn.Module, rounded: torch.nn.Module, llm: LLM
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the errors of our log-probabilities, and of those of `rounded`."""
+def compare(name: str, exact: Reference, rounded: Reference, llm: LLM) -> Errors:
+    """Compare log-probabilities at the last tokens of three prompts."""
     rng, shortest = random.Random(name), SHORTEST_PROMPT.get(name, 1)
     ours, theirs = [], []
     for length in (7, 33, 96):
         prompt = [rng.randrange(VOCAB) for _ in range(max(length, shortest))]
-        expected = checkpoints.logits(exact, prompt).log_softmax(-1)
-        ours.append(checkpoints.engine_logits(llm, prompt).float().log_softmax(-1) - expected)
-        theirs.append(checkpoints.logits(rounded, prompt).float().log_softmax(-1) - expected)
+        expected = exact.logits(prompt, LAST).log_softmax(-1)
+        found = checkpoints.engine_logits(llm, prompt)[LAST]
+        ours.append(found.float().log_softmax(-1) - expected)
+        theirs.append(rounded.logits(prompt, LAST).float().log_softmax(-1) - expected)
     assert checkpoints.records_steps(llm)
     llm.shutdown()
     return torch.cat(ours), torch.cat(theirs)
@@ -47,16 +50,25 @@ def rms(values: torch.Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
+def round_all(model: torch.nn.Module) -> None:
+    model.bfloat16()
+
+
+def round_values(model: torch.nn.Module) -> None:
+    """Give parameters the values of bfloat16, in fp32."""
+    kept = {name for name, _ in model.named_buffers()}
+    for name, value in model.state_dict().items():
+        if name not in kept:
+            value.copy_(value.bfloat16())
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_is_as_close_to_fp32_as_transformers(checkpoint, tmp_path, name):
-    checkpoint(name)
-    rounded, exact = checkpoints.make_reference(name).bfloat16(), checkpoints.make_reference(name)
-    exact.load_state_dict({key: value.float() for key, value in rounded.state_dict().items()})
-    folder = checkpoints.save(rounded, tmp_path)
-    llm = LLM(str(folder), device="cpu", kv_cache_memory=0.05, max_num_seqs=4)
-    assert llm.info.dtype == "bfloat16"
-    ours, theirs = compare(name, exact, rounded, llm)
+def test_bfloat16_is_as_close_to_fp32_as_transformers(checkpoint, name):
+    plain = checkpoints.make_reference(name)
+    settings = {"device": "cpu", "kv_cache_memory": 0.05, "max_num_seqs": 4}
+    llm = LLM(str(checkpoint(name)), dtype="bfloat16", **settings)
+    ours, theirs = compare(name, plain.changed(round_values), plain.changed(round_all), llm)
     assert 0 < rms(ours) < BOUND * rms(theirs)
 
 
@@ -82,9 +94,8 @@ def test_int8_equals_transformers_with_rounded_rows(checkpoint, name):
     """Exactly, until a difference in fp32 rounds to another integer."""
     settings = {"device": "cpu", "kv_cache_memory": 0.05, "max_num_seqs": 4}
     llm = LLM(str(checkpoint(name)), quantization="int8", **settings)
-    rounded, exact = checkpoints.make_reference(name), checkpoints.make_reference(name)
-    quantize_linear_layers(rounded)
-    ours, theirs = compare(name, exact, rounded, llm)
+    exact = checkpoints.make_reference(name)
+    ours, theirs = compare(name, exact, exact.changed(quantize_linear_layers), llm)
     by_token = (ours - theirs).abs().amax(1) / rms(theirs)
     assert (by_token < 1e-3).float().mean() > 0.3
     assert rms(ours - theirs) < 0.5 * rms(theirs)

@@ -5,13 +5,16 @@ sampling, give the same tokens as alone, without overlap, with the reference att
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
+from toolkit.engine.outputs import CompletionOutput
 
 KINDS: list[dict] = [
     {"temperature": 0.0},
@@ -32,6 +35,10 @@ SETTINGS: dict[str, dict] = {
     "chunked": {"max_num_seqs": 5, "max_num_batched_tokens": 13},
     "eager": {"max_num_seqs": 12, "enforce_eager": True},
 }
+
+
+Request = tuple[list[int], SamplingParams]
+Alone = tuple[Path, list[Request], list[list[CompletionOutput]]]
 
 
 def random_request(rng: random.Random, shared: list[int]) -> tuple[list[int], SamplingParams]:
@@ -66,33 +73,43 @@ def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, lis
     return found
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_answers_do_not_depend_on_other_requests(checkpoint, name, setting, device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    rng = random.Random(f"{name} {setting}")
+COMMON = {"dtype": "float32", "kv_cache_memory": 0.05, "block_size": 4}
+
+
+@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
+def alone(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Alone:
+    """Return a model, requests, and their answers when each runs alone."""
+    rng = random.Random(request.param)
     shared = [rng.randrange(VOCAB) for _ in range(20)]
     requests = [random_request(rng, shared) for _ in range(25)]
-    common = {"device": device, "dtype": "float32", "kv_cache_memory": 0.05, "block_size": 4}
-    alone = LLM(
-        str(checkpoint(name)),
+    folder = checkpoint(request.param)
+    llm = LLM(
+        str(folder),
+        device="cpu",
         attention_backend="torch",
         async_scheduling=False,
         enforce_eager=True,
         enable_prefix_caching=False,
-        **common,
+        **COMMON,
     )
-    expected = [
-        alone.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs
+    answers = [
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs
         for prompt, params in requests
     ]
-    alone.shutdown()
-    llm = LLM(str(checkpoint(name)), async_scheduling=True, **common, **SETTINGS[setting])
-    found = together(llm, requests, rng)
-    assert llm._core.scheduler.num_unfinished == 0
-    assert llm._core.scheduler.pool.usage == 0
+    llm.shutdown()
+    return folder, requests, answers
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_answers_do_not_depend_on_other_requests(alone, setting, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    folder, requests, expected = alone
+    llm = LLM(str(folder), async_scheduling=True, device=device, **COMMON, **SETTINGS[setting])
+    found = together(llm, requests, random.Random(setting))
+    assert engines.scheduler(llm).num_unfinished == 0
+    assert engines.scheduler(llm).pool.usage == 0
     for index, answers in enumerate(expected):
         for answer in answers:
             ours = [token for token, _ in found[index].get(answer.index, [])]
@@ -132,7 +149,7 @@ def test_logprobs_in_16_bits_are_close_to_fp32(tmp_path, monkeypatch, name, sett
         more["num_gpu_blocks_override"] = 40
     llm = LLM(str(folder), dtype="bfloat16", kv_cache_memory=0.05, async_scheduling=True, **more)
     found = together(llm, requests, rng)
-    assert llm._core.scheduler.pool.usage == 0
+    assert engines.scheduler(llm).pool.usage == 0
     llm.shutdown()
     for (prompt, params), answers in zip(requests, found, strict=True):
         for answer in answers.values():

@@ -19,7 +19,7 @@ from tests.checkpoints import VOCAB, edit_json
 from toolkit import LLM, SamplingParams
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError, OutOfMemoryError
 
-PROMPT = [random.Random(0).randrange(VOCAB) for _ in range(12)]
+PROMPT = random.Random(0).choices(range(VOCAB), k=12)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
