@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from dataclasses import dataclass, field
 
 import orjson
@@ -84,8 +86,9 @@ class FakeServer:
         await site.start()
 
 
-@pytest.fixture
-async def server(frozen_heap):
+@contextlib.asynccontextmanager
+async def running():
+    """Run the server on a free port."""
     fake = FakeServer()
     app = web.Application()
     app.add_routes(
@@ -101,5 +104,42 @@ async def server(frozen_heap):
     await fake.listen()
     host, port = fake.runner.addresses[0][:2]
     fake.url = f"http://{host}:{port}"
-    yield fake
-    await fake.runner.cleanup()
+    try:
+        yield fake
+    finally:
+        await fake.runner.cleanup()
+
+
+@pytest.fixture
+async def server(frozen_heap):
+    async with running() as fake:
+        yield fake
+
+
+@pytest.fixture
+def server_in_thread(frozen_heap):
+    """The server in a thread with a loop of its own, for commands that run in this one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def call(coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+
+    context = running()
+    yield call(context.__aenter__())
+    call(context.__aexit__(None, None, None))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture
+def tk(tk_here):
+    """Function that runs `tk bench` and returns (exit code, stdout, stderr)."""
+
+    def run(*flags):
+        done = tk_here("bench", *flags)
+        return done.returncode, done.stdout, done.stderr
+
+    return run

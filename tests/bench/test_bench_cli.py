@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import subprocess
@@ -19,27 +18,14 @@ from toolkit.config import options
 from toolkit.config.clients import server_url
 from toolkit.config.load import BenchConfig
 
-PROGRAM = "from toolkit.cli import main; main()"
 
-
-async def tk(*flags):
-    """Run `tk bench` and return (exit code, stdout, stderr)."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROGRAM, "bench", *flags),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 200)
-    return process.returncode, out.decode(), err.decode()
-
-
-async def test_json_on_stdout_equals_the_saved_files(server, tmp_path):
-    server.delay = 0.05
-    code, out, err = await tk(
+def test_json_on_stdout_equals_the_saved_files(server_in_thread, tk, tmp_path):
+    server_in_thread.delay = 0.05
+    code, out, err = tk(
         *(
             "serve",
             "--base-url",
-            server.url,
+            server_in_thread.url,
             "--rps",
             "20",
             "--num-prompts",
@@ -63,12 +49,12 @@ async def test_json_on_stdout_equals_the_saved_files(server, tmp_path):
     assert "Loading" in err
 
 
-async def test_result_is_printed_even_if_it_cannot_be_saved(server, tmp_path):
+def test_result_is_printed_even_if_it_cannot_be_saved(server_in_thread, tk, tmp_path):
     (tmp_path / "mine.html").mkdir()
-    code, out, err = await tk(
+    code, out, err = tk(
         *(
             "--url",
-            server.url,
+            server_in_thread.url,
             "--num-prompts",
             "3",
             "--result-dir",
@@ -82,18 +68,20 @@ async def test_result_is_printed_even_if_it_cannot_be_saved(server, tmp_path):
     assert f"cannot be saved in {tmp_path}: Is a directory" in " ".join(err.split())
 
 
-async def test_table_is_plain_text_in_a_pipe(server):
-    _, out, err = await tk("--url", server.url, "--num-prompts", "3")
+def test_table_is_plain_text_in_a_pipe(server_in_thread, tk):
+    _, out, err = tk("--url", server_in_thread.url, "--num-prompts", "3")
     assert "requests     3 succeeded" in out
     assert "\x1b" not in out + err
 
 
-async def test_usage_error_is_one_line_on_stderr(server, tmp_path):
+def test_usage_error_is_one_line_on_stderr(server_in_thread, tk, tmp_path):
     (tmp_path / "file").touch()
-    code, out, err = await tk("--url", server.url, "--result-dir", str(tmp_path / "file" / "below"))
+    code, out, err = tk(
+        "--url", server_in_thread.url, "--result-dir", str(tmp_path / "file" / "below")
+    )
     assert (code, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
-    assert server.bodies == []
+    assert server_in_thread.bodies == []
 
 
 def test_command_modules_import_nothing_heavy():

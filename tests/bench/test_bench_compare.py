@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -14,11 +15,16 @@ from toolkit.config.load import CompareConfig
 from toolkit.errors import ConfigError
 
 
+@functools.cache
+def json_text(**settings):
+    return to_json_text(as_json(outcome(**settings)))
+
+
 @pytest.fixture
 def saved(tmp_path):
     def save(name, **settings):
         path = tmp_path / f"{name}.json"
-        path.write_text(to_json_text(as_json(outcome(**settings))))
+        path.write_text(json_text(**settings))
         return str(path)
 
     return save
@@ -31,7 +37,7 @@ def compare(before, after, capsys, **settings):
 
 
 def by_name(**settings):
-    before, after = (json.loads(to_json_text(as_json(outcome(**one)))) for one in ({}, settings))
+    before, after = (json.loads(json_text(**one)) for one in ({}, settings))
     return {change.name: change for change in changes(before, after)}
 
 
@@ -95,10 +101,7 @@ def test_change_of_unknown_significance_is_reported(saved, capsys):
 def test_goodput_is_compared_if_the_objectives_are_equal(saved):
     strict = by_name(ttft=0.13, goodput=("ttft:120",))
     assert "good requests/s" not in strict
-    before, after = (
-        json.loads(to_json_text(as_json(outcome(goodput=("ttft:105",), ttft=ttft))))
-        for ttft in (0.1, 0.2)
-    )
+    before, after = (json.loads(json_text(goodput=("ttft:105",), ttft=ttft)) for ttft in (0.1, 0.2))
     found = {change.name: change for change in changes(before, after)}["good requests/s"]
     assert found.is_worse
     assert (found.before > 5, found.after) == (True, 0.0)
@@ -113,7 +116,7 @@ def test_more_failures_are_a_regression(saved, capsys):
 def test_different_settings_are_reported(saved, capsys):
     _, out = compare(saved("a"), saved("b", rate=10.0, random_input_len=64), capsys)
     assert "The loads differ: request_rate 20.0 → 10.0, random_input_len 128 → 64." in out
-    same = [json.loads(to_json_text(as_json(outcome(seed=seed)))) for seed in (1, 2)]
+    same = [json.loads(json_text(seed=seed)) for seed in (1, 2)]
     assert different_settings(*same) == {}
 
 
@@ -128,7 +131,7 @@ def test_json_reports_the_same(saved, capsys):
 def test_invalid_result_is_an_error(saved, tmp_path):
     (tmp_path / "text").write_text("no JSON")
     (tmp_path / "old").write_text('{"schema": "tk-bench/1"}')
-    late = json.loads(to_json_text(as_json(outcome())))
+    late = json.loads(json_text())
     late["client"]["saturated"] = "it was late"
     (tmp_path / "late").write_text(json.dumps(late))
     for name, why in (

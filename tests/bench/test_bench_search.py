@@ -9,7 +9,6 @@ import json
 import pytest
 
 from tests.bench.results import outcome
-from tests.bench.test_bench_cli import tk
 from toolkit.bench import search, sweep
 from toolkit.bench.report.summary import Summary
 from toolkit.bench.search import find_max_rate, meets_objectives
@@ -97,14 +96,22 @@ class TestSearch:
         searched(capsys, seed=5)
         assert [config.seed for config in measured] == list(range(5, 5 + len(measured)))
 
-    async def test_stops_if_every_request_is_refused(self, server):
-        server.refuse_every = 1
-        code, out, _ = await tk(
-            *("--url", server.url, "--find-max-rps", "--goodput", "ttft:1000", "--rps", "40"),
+    def test_stops_if_every_request_is_refused(self, server_in_thread, tk):
+        server_in_thread.refuse_every = 1
+        code, out, _ = tk(
+            *(
+                "--url",
+                server_in_thread.url,
+                "--find-max-rps",
+                "--goodput",
+                "ttft:1000",
+                "--rps",
+                "40",
+            ),
             *("--num-prompts", "3"),
         )
         assert code == 1
-        assert len(server.bodies) == 3
+        assert len(server_in_thread.bodies) == 3
         assert "Every request failed at 40.00 requests/s: HTTP 503: The queue is full." in out
 
     def test_stops_if_a_run_has_no_arrivals(self, measured, capsys):
@@ -238,12 +245,12 @@ class TestSweep:
         assert [row.split()[-2:] for row in rows[:2]] == [["15", "75.0%"], ["30", "75.0%"]]
         assert rows[2:] == ["HTTP 503: <full>"]
 
-    async def test_each_run_has_a_line_and_files(self, server, tmp_path):
-        code, out, err = await tk(
+    def test_each_run_has_a_line_and_files(self, server_in_thread, tk, tmp_path):
+        code, out, err = tk(
             *(
                 "sweep",
                 "--url",
-                server.url,
+                server_in_thread.url,
                 "--vary",
                 "max-concurrency=1,2",
                 "random-output-len=3,5",

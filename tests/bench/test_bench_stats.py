@@ -77,7 +77,7 @@ class TestLatencies:
     def test_intervals_account_for_correlated_requests(self):
         """TTFTs form an autoregressive process with a coefficient of 0.9, similar to a queue."""
         hits = {"mean": 0, "p50": 0}
-        for seed in range(60):
+        for seed in range(40):
             noise = np.random.default_rng(seed).normal(0.0, 0.01, 1000)
             ttfts = [0.5]
             for one in noise:
@@ -88,7 +88,7 @@ class TestLatencies:
             found = Latencies.of(records, (50,)).ttft
             for name, estimate in (("mean", found.mean), ("p50", found.percentiles[0][1])):
                 hits[name] += estimate.low <= 0.5 <= estimate.high  # the true mean and median
-        assert min(hits.values()) >= 51  # of 60; about 20 if requests were treated as independent
+        assert min(hits.values()) >= 34  # of 40; about 13 if requests were treated as independent
 
     def test_failed_requests_count_but_have_no_latency(self):
         failed = record(0.0, 0.0, 0.1, 0.2, tokens=5)
