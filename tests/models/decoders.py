@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.checkpoints import EOS, VOCAB
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _SIZES: dict[int, tuple[str, ...]] = {
     VOCAB: ("vocab_size", "vocab_size_per_layer_input"),
@@ -55,16 +55,22 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def model_types() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def class_name(model_type: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     return names if isinstance(names, str) else names[0]
 
 
 def choose_config(model_type: str) -> PreTrainedConfig:
     """Return a small config, or the usual one if its checks refuse that."""
+    from transformers import CONFIG_MAPPING
+
     cls = CONFIG_MAPPING[model_type]
     try:
         return _shrunk(cls, model_type)
@@ -73,6 +79,8 @@ def choose_config(model_type: str) -> PreTrainedConfig:
 
 
 def _shrunk(cls: type[PreTrainedConfig], model_type: str) -> PreTrainedConfig:
+    from transformers import PreTrainedConfig
+
     usual = cls()
     fields: dict[str, Any] = dict(_TOKENS)
     for size, names in _SIZES.items():
@@ -99,6 +107,8 @@ def _shrunk(cls: type[PreTrainedConfig], model_type: str) -> PreTrainedConfig:
 
 def make_decoder(model_type: str) -> PreTrainedModel:
     """Make a model with random parameters, none of which has no effect."""
+    import transformers
+
     config = choose_config(model_type)
     config._attn_implementation = "eager"
     torch.manual_seed(0)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from tests import checkpoints
 from tests.checkpoints import generate
@@ -27,11 +26,10 @@ SAMPLE = (
 fused product; and reasons for a refusal."""
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 160}
 MODES: tuple[dict[str, Any], ...] = (
-    {"max_num_batched_tokens": 7, "block_size": 4},
-    SMALL_POOL | {"swap_space": 0.0, "async_scheduling": False},
+    SMALL_POOL | {"max_num_batched_tokens": 7, "swap_space": 0.0, "async_scheduling": False},
     SMALL_POOL | {"swap_space": 0.001, "async_scheduling": True},
 )
-"""Prompts in chunks; requests preempted, and recomputed or swapped."""
+"""Requests preempted and recomputed, with prompts in chunks; or swapped."""
 INTRODUCTION = """# Every decoder of Transformers
 
 How tk runs the causal language models that Transformers {version} lists, and why it does not
@@ -106,6 +104,9 @@ def test_decoders_run_or_are_refused_as_documented(tmp_path, model_type):
 @pytest.mark.models
 def test_the_table_of_all_decoders_is_true(tmp_path):
     """With WRITE=1 it is written."""
+
+    import transformers
+
     rows = [row(model_type, tmp_path / model_type) for model_type in sorted(model_types())]
     text = INTRODUCTION.format(version=transformers.__version__) + "\n".join(rows) + "\n"
     if os.environ.get("WRITE"):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests import checkpoints
 from tests.checkpoints import generate
@@ -176,18 +174,20 @@ def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(tmp_path, caplog):
         LLM(str(tmp_path), device="cpu", trust_remote_code=True)
 
 
-class _Half(LlamaRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 0.5 * super().forward(x)
-
-
 def test_norms_are_replaced_only_if_they_agree():
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    class Half(LlamaRMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.5 * super().forward(x)
+
     model = nn.ModuleDict(
         {
             "llama": LlamaRMSNorm(16, 0.01),
             "gemma": GemmaRMSNorm(16, 0.01),
             "layer": nn.LayerNorm(16, 0.01),
-            "other": _Half(16, 0.01),
+            "other": Half(16, 0.01),
         }
     )
     swap_norms(model, torch.float32, torch.device("cpu"))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig
 
 from tests.checkpoints import ARCHITECTURES, edit_json
 from toolkit.errors import CheckpointError
@@ -282,6 +281,8 @@ def write(folder: Path, kind: str, keys: dict) -> Path:
 
 
 def assert_same(folder: Path, kind: str) -> None:
+    from transformers import AutoConfig
+
     ours, theirs = load_config(folder), AutoConfig.from_pretrained(folder)
     if kind not in ("gpt2", *ENCODERS):
         theirs.standardize_rope_params()  # as its rope scalings do
@@ -320,6 +321,9 @@ def test_all_kinds_are_tested():
 @pytest.mark.parametrize(("kind", "keys"), OLD_SPELLINGS, ids=lambda value: json.dumps(value)[:60])
 def test_old_spellings_are_described_as_the_new(tmp_path, kind, keys):
     """Old spellings mean the config that Transformers writes after it has read them."""
+
+    from transformers import AutoConfig
+
     named = {"model_type": kind, "architectures": [architecture(kind)], "num_hidden_layers": 5}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(named | keys))
@@ -356,6 +360,9 @@ NOT_EQUAL = {"model_type", "architectures", "rope_scaling", "id2label"}
 @pytest.mark.parametrize("kind", model_types())
 def test_default_configs_are_those_of_transformers(kind, tmp_path):
     """Configs with the fields that Transformers writes, and with none."""
+
+    from transformers import CONFIG_MAPPING
+
     kind = kind.replace("xlm_roberta", "xlm-roberta")
     named = {"model_type": kind, "architectures": [architecture(kind)]}
     theirs = CONFIG_MAPPING[kind](architectures=named["architectures"])

@@ -7,7 +7,6 @@ from importlib import import_module
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import checkpoints
 from tests.checkpoints import VOCAB
@@ -95,6 +94,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ids=str,
 )
 def test_logits_equal_transformers_with_the_same_overrides(checkpoint, settings):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     folder = checkpoint("qwen3")
     config = AutoConfig.from_pretrained(folder)
     config.rope_parameters = {**YARN, "rope_theta": config.rope_parameters["rope_theta"]}

@@ -7,8 +7,6 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from toolkit.errors import CheckpointError
 from toolkit.models.config.registry import parse_config
@@ -80,6 +78,9 @@ CASES = [(kind, parameters) for kind, several in PARAMETERS.items() for paramete
 @pytest.mark.parametrize(("kind", "parameters"), CASES, ids=lambda value: json.dumps(value)[:70])
 @pytest.mark.parametrize(("trained", "extended"), [(1024, 4096), (4096, 4096), (2048, 2048 * 3)])
 def test_frequencies_equal_transformers(kind, parameters, trained, extended):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     if kind in ("yarn", "longrope", "llama3"):
         parameters = {"original_max_position_embeddings": trained} | parameters
     raw = {
@@ -119,6 +120,8 @@ def test_unscaled_frequencies_are_the_papers():
 
 
 def test_all_scalings_are_tested():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     assert list(SCALINGS) == list(ROPE_PARAMETERS)
     assert set(SCALINGS) == set(PARAMETERS) | {"default"} == set(ROPE_INIT_FUNCTIONS) | {"default"}
 

@@ -6,10 +6,10 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from toolkit.distributed import Group, parallel
@@ -26,6 +26,9 @@ from toolkit.weights.kinds.blocks import BlockWeight
 from toolkit.weights.layout import DENSE, Kind, Layout
 from toolkit.weights.loading.loader import load_weights
 from toolkit.weights.weight import Epilogue
+
+if TYPE_CHECKING:
+    import transformers
 
 ROWS, COLUMNS = 256, 200
 LAYOUT = Layout(Kind.FP8, 8, 128, 128)
@@ -177,6 +180,9 @@ def test_reference_rounds_rows_as_kernels_do():
 
 def test_ranks_merge_their_complete_blocks(tmp_path, monkeypatch):
     """Query, key and value are one weight, gate and up another; down is split by columns."""
+
+    import transformers
+
     monkeypatch.setattr(fp8, "has_arithmetic", lambda device: True)
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from tests.checkpoints import edit_json
 
@@ -37,6 +36,9 @@ for folder in sys.argv[2:]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """Return folders of one architecture: (small, 100 MB, the same in shards)."""
+
+    import transformers
+
     root = tmp_path_factory.mktemp("memory")
     shape = {
         "num_attention_heads": 8,

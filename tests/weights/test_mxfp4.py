@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GptOssForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests import checkpoints
 from tests.checkpoints import generate
@@ -58,6 +56,9 @@ def quantized_experts(count: int, hidden: int, size: int) -> dict[str, Tensor]:
 
 def dequantized(tensors: dict[str, Tensor], name: str) -> Tensor:
     """Return [experts, in, out] in fp32, by Transformers."""
+
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     parts = (tensors[f"{name}_{part}"] for part in ("blocks", "scales"))
     wide: Tensor = convert_moe_packed_tensors(*parts, dtype=torch.bfloat16)
     return wide.float()
@@ -90,6 +91,9 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("has_kernels", [False, True])
 def test_checkpoint_equals_the_dequantized_model(folder, has_kernels):
     """CPU kernels round what they multiply to 8 bits, too."""
+
+    from transformers import GptOssForCausalLM
+
     model = GptOssForCausalLM.from_pretrained(folder / "plain", attn_implementation="eager").eval()
     prompts = [[5, 6, 7, 100, 32], [9, 8], list(range(40, 70))]
     with nullcontext() if has_kernels else only_pytorch("dequantized"):
@@ -119,6 +123,8 @@ def test_show_names_the_layout_of_this_machine(folder, monkeypatch, capsys, kind
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoint_on_a_gpu_equals_the_dequantized_model(folder, dtype):
+    from transformers import GptOssForCausalLM
+
     from tests.models.conftest import Case
     from tests.models.test_parity_gpu import SIZES, Noise
 
@@ -130,6 +136,8 @@ def test_checkpoint_on_a_gpu_equals_the_dequantized_model(folder, dtype):
 
 
 def test_verify_compares_with_the_dequantized_model(folder):
+    from transformers import GptOssForCausalLM
+
     tokens = [5, 6, 7, 100, 32]
     plain = GptOssForCausalLM.from_pretrained(folder / "plain", attn_implementation="eager").eval()
     chances = checkpoints.logits(plain, tokens).log_softmax(-1)
@@ -142,6 +150,9 @@ def test_verify_compares_with_the_dequantized_model(folder):
 
 def test_scales_are_read_bit_for_bit():
     """Every number with every scale that is supported, as a GPU and as a CPU has them."""
+
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     scales = torch.arange(mxfp4.MAX_SCALE + 1).byte()[None, :, None]
     blocks = (torch.arange(16) + 16 * torch.arange(15, -1, -1)).byte()
     tensors = {"one_blocks": blocks.expand(1, scales.shape[1], 1, 16), "one_scales": scales}
