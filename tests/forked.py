@@ -196,6 +196,10 @@ def _run(
         for file, number in zip(moved, numbers, strict=True):
             os.dup2(file, number)
             os.close(file)
+        # The streams of before would seek, if their files could be sought in.
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         os.chdir(cwd)
         _set_title(command)
         _, flag, module, *arguments = command

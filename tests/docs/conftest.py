@@ -1,12 +1,15 @@
-"""A fake server that lists one model."""
+"""A fake server that lists one model, and `tk` for shells."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
+
+from tests.docs.program import installed_tk
 
 
 class Models(BaseHTTPRequestHandler):
@@ -28,3 +31,11 @@ def httpserver() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with `tk`, for the PATH of shells."""
+    folder = tmp_path_factory.mktemp("bin")
+    with installed_tk(folder):
+        yield folder

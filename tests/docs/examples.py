@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import trustme
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
@@ -17,7 +18,7 @@ from toolkit.demo import MODEL_DIR
 QUESTION = "What is a KV cache?"
 TRACE = [{"timestamp": 50 * i, "input_length": 16 + i, "output_length": 4} for i in range(5)]
 QUICK = {
-    "--duration 10": "--duration 1",
+    "--duration 10": "--duration 0.4",
     "--num-prompts 64": "--num-prompts 8",
     "--num-prompts 20": "--num-prompts 6",
     "--num-prompts 12": "--num-prompts 4",
@@ -48,6 +49,13 @@ def write_files(folder: Path) -> None:
     (folder / "notes.txt").write_text(QUESTION)
     (folder / "keys.txt").write_text("a-key")
     (folder / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in TRACE))
+
+
+def write_certificate(folder: Path) -> None:
+    """Write `key.pem` and `cert.pem` of this machine."""
+    identity = trustme.CA().issue_cert("localhost")
+    identity.private_key_pem.write_to_path(folder / "key.pem")
+    identity.cert_chain_pems[0].write_to_path(folder / "cert.pem")
 
 
 def shortened(line: str) -> str:

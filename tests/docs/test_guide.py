@@ -9,19 +9,18 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
-import trustme
 from safetensors.torch import load_file, save_file
 
 from tests.docs.examples import (
@@ -29,11 +28,12 @@ from tests.docs.examples import (
     directed,
     is_invalid_measurement,
     save_model,
+    write_certificate,
     write_files,
 )
 from tests.docs.test_completions import COMMANDS
-from tests.hub import Hub
-from tests.local import LocalServer
+from tests.hub import Hub, hub_variables
+from tests.local import CoreThread, LocalServer
 from tests.pooling.folders import MINILM
 from tests.server import Server
 from toolkit import LLM
@@ -42,6 +42,7 @@ from toolkit.cli.help import settings_of
 from toolkit.cli.root import tree
 from toolkit.config.sources import FILE_VARIABLE
 from toolkit.demo import MODEL_DIR
+from toolkit.engine.cores import core_client
 from toolkit.logs import DEBUG
 from toolkit.models.config.registry import model_types
 from toolkit.models.rotary import SCALINGS
@@ -219,19 +220,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats = folder / ".local" / "share" / "tk" / "chats"
     chats.mkdir(parents=True)
     (chats / "saved.json").write_text(json.dumps(CONVERSATION))
-    (folder / "bin").mkdir()
-    program = folder / "bin" / "tk"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m toolkit "$@"\n')
-    program.chmod(0o755)
     return folder
 
 
 def write_server_files(folder: Path) -> None:
     """Write the keys, certificate and plug-ins that `tk serve` gets in pages."""
     (folder / "keys.txt").write_text("a-key\n")
-    identity = trustme.CA().issue_cert("localhost")
-    identity.private_key_pem.write_to_path(folder / "key.pem")
-    identity.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    write_certificate(folder)
     plugins = Path(__file__).parents[1] / "plugins" / "example" / "tk_example"
     parsers = (plugins / "tools.py").read_text() + '\nTOOL_PARSERS = {"at": AtFormat}\n'
     (folder / "formats.py").write_text(parsers)
@@ -270,7 +265,6 @@ def environment(folder: Path) -> dict[str, str]:
     """Environment of examples that use the server, without its address."""
     return {
         "HOME": str(folder),
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "TK_RANDOM_OUTPUT_LEN": "8",
     }
 
@@ -322,7 +316,10 @@ def test_curl_lines_get_an_answer(line: str, server: Server, folder: Path):
 
 
 @pytest.mark.parametrize("line", lines_of("shell"))
-def test_pipelines_run(line: str, server: Server, folder: Path, environment: dict[str, str]):
+def test_pipelines_run(
+    line: str, server: Server, folder: Path, environment: dict[str, str], programs: Path
+):
+    environment |= {"PATH": f"{programs}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", directed(line, server)], cwd=folder, stdin=subprocess.DEVNULL,
         env=os.environ | environment | {"TK_URL": server.url},
@@ -331,17 +328,18 @@ def test_pipelines_run(line: str, server: Server, folder: Path, environment: dic
     assert done.returncode == 0, done.stderr
 
 
-def test_models_are_fetched_shown_and_removed(tmp_path: Path, environment: dict[str, str]):
-    """Runs in one shell: a process reads the hub's address when it starts."""
+def test_models_are_fetched_shown_and_removed(
+    tmp_path: Path, environment: dict[str, str], tk_here: Callable
+):
     hub = Hub()
     hub.add(CHAT_MODEL, Path(MODEL_DIR))
     environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(
-        ["bash", "-e", "-c", "\n".join(lines_of("hub"))], cwd=tmp_path,
-        env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    with hub_variables(environment):
+        for line in lines_of("hub"):
+            done = tk_here(*words(line)[1:], cwd=tmp_path, **environment)
+            assert done.returncode == 0, done.stderr
+            assert list((tmp_path / "hf").rglob("*.safetensors")) or not line.startswith("tk pull")
     hub.close()
-    assert done.returncode == 0, done.stderr
     assert lines_of("hub")[-1].startswith("tk rm")
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
 
@@ -357,7 +355,9 @@ def test_python_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    """Snippets of a page run in order and share variables."""
+    """Snippets of a page run in order and share variables. Engine cores are threads here."""
+    stand_in = SimpleNamespace(Popen=CoreThread, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(core_client, "subprocess", stand_in)
     monkeypatch.chdir(folder)
     names: dict[str, object] = {"__name__": "__main__"}
     try:

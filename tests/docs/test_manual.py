@@ -159,22 +159,19 @@ def test_text_without_groff_has_the_same_words(page: Path):
 class TestCommand:
     """`tk man`."""
 
-    @staticmethod
-    def run(*arguments: str, path: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "toolkit", "man", *arguments],
-            env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-    def test_a_page_is_shown_without_man(self, tmp_path):
-        done = self.run("bench", "offline", path=str(tmp_path))
+    def test_a_page_is_shown_without_man(self, tmp_path, tk_here):
+        done = tk_here("man", "bench", "offline", PATH=str(tmp_path))
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == text_of("tk-bench-offline.1")
 
     def test_man_shows_the_page_if_it_is_installed(self, tmp_path):
         (tmp_path / "man").write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
         (tmp_path / "man").chmod(0o755)
-        done = self.run("metrics", path=f"{tmp_path}:/usr/bin:/bin")
+        done = subprocess.run(
+            [sys.executable, "-m", "toolkit", "man", "metrics"],
+            env=os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
         assert done.stdout == f"<{ROOT / 'man' / 'tk-metrics.7'}>"
 
     def test_pages_are_found_by_their_names(self):
