@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
 import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.forked import ForkedProcess, shared, stand_in
+from tools.bench import server_process, startup
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "tools.bench.startup", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that runs the benchmark here. Its servers are forked."""
+    fork_server = shared()
+    if fork_server is not None:
+        start = functools.partial(ForkedProcess, fork_server, start_new_session=True)
+        monkeypatch.setattr(server_process, "subprocess", stand_in(start))
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["startup", *arguments])
+        startup.main()
+
+    return run
 
 
-def test_each_start_is_a_row_with_the_phases_of_the_log(checkpoint):
-    done = run(
-        str(checkpoint("gpt2")), "--starts", "2", "--num-threads", "1", "--kv-cache-memory", "0.01"
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+def test_each_start_is_a_row_with_the_phases_of_the_log(run, checkpoint, capsys):
+    run(str(checkpoint("gpt2")), "--starts", "2", "--num-threads", "1", "--kv-cache-memory", "0.01")
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 2
     for row in rows:
         assert list(row["phases"]) == ["config", "weights", "KV cache"]
@@ -25,10 +38,10 @@ def test_each_start_is_a_row_with_the_phases_of_the_log(checkpoint):
         assert row["first_answer_ms"] > 0
 
 
-def test_output_of_a_failed_server_is_printed(tmp_path):
-    done = run(str(tmp_path), "--starts", "2")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    server_error, summary = done.stderr.strip().splitlines()
+def test_output_of_a_failed_server_is_printed(run, tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"^tk serve ended with exit code 2\.$"):
+        run(str(tmp_path), "--starts", "2")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [server_error] = printed.err.strip().splitlines()
     assert str(tmp_path) in server_error
-    assert summary == "tk serve ended with exit code 2."
