@@ -398,7 +398,7 @@ def test_small_exponential_numbers_are_precise():
     least = torch.cat(
         [
             exponentials(torch.full((50,), 9), torch.arange(start, start + 50), vocab).amin(dim=1)
-            for start in range(0, 200, 50)
+            for start in (0, 50)
         ]
     )
     assert len(set(least.tolist())) > 0.99 * len(least)

@@ -130,7 +130,7 @@ def without_marks(text: str) -> str:
     opening=st.sampled_from(["", OPENING, OPENING + FINAL, OPENING + ANALYSIS]),
     is_cut=st.booleans(),
 )
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_pieces_do_not_change_the_messages(text, places, opening, is_cut):
     found = parse([text], opening=opening, is_cut=is_cut)
     assert parse(cut(text, places), opening=opening, is_cut=is_cut) == found
@@ -140,7 +140,7 @@ def test_pieces_do_not_change_the_messages(text, places, opening, is_cut):
 @given(
     words=st.lists(st.sampled_from(["so", "< ", "<|", "x y", "é", "{}"]), max_size=9), text=TEXTS
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_text_outside_of_headers_is_lost(words, text):
     body = "-".join(words)
     for header in (ANALYSIS, FINAL, CALL, ""):

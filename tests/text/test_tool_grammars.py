@@ -79,13 +79,16 @@ def make_plan(llm: LLM, config: ServerConfig | None = None, **body: Any) -> Answ
 def test_constrained_calls_are_parsed_with_valid_arguments(llm, name, parallel):
     tool_format = TOOL_FORMATS[name]
     grammar = tool_format.answer_grammar(TOOLS, parallel=parallel)
-    bias = {llm.tokenizer.encode(c)[0]: 20.0 for c in '"}]'} | {checkpoints.EOS: 30.0}
+    # Ends of values, and no "analysis": its text would not end.
+    weights = dict.fromkeys('"}]', 60.0) | {"a": -100.0}
+    bias = {llm.tokenizer.encode(c)[0]: weight for c, weight in weights.items()}
+    bias[checkpoints.EOS] = 90.0
     params = SamplingParams(
         n=8,
         max_tokens=600,
         structured_outputs=StructuredOutputsParams(grammar=grammar),
         seed=1,
-        temperature=4.0,
+        temperature=12.0,
         logit_bias=bias,
         skip_special_tokens=False,
     )
