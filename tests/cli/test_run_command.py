@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests import checkpoints
 
@@ -23,10 +24,9 @@ def test_run_prints_only_the_answer_to_stdout(checkpoint):
         ["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    tokenizer = checkpoints.make_tokenizer()
-    tokens = checkpoints.greedy(
-        checkpoints.make_reference("gpt2"), tokenizer.encode("Hello, sea"), 12
-    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompt = tokenizer.encode("Hello, sea").ids
+    tokens = checkpoints.greedy(checkpoints.make_reference("gpt2"), prompt, 12)
     if checkpoints.EOS in tokens:
         tokens = tokens[: tokens.index(checkpoints.EOS)]
     assert done.stdout == tokenizer.decode([t for t in tokens if t < checkpoints.EOS]) + "\n"
