@@ -75,7 +75,7 @@ class Outcome:
 
     def __str__(self) -> str:
         verdict = "caught  " if self.is_caught else "SURVIVED"
-        return f"{self.package:<12}{self.name:<38}{verdict}{self.seconds:7.1f} s  {self.evidence}"
+        return f"{self.package:<12}{self.name:<41}{verdict}{self.seconds:7.1f} s  {self.evidence}"
 
 
 def main() -> int:
@@ -324,7 +324,7 @@ MUTATIONS = (
         "toolkit/api/http/layers/gate.py",
         "if failed >= 400:",
         "if failed > 400:",
-        ("tests/api/test_api_metrics.py", "tests/api/test_api_dashboard.py"),
+        ("tests/api/test_api_dashboard.py",),
     ),
     Mutation(
         "serving",
@@ -336,10 +336,10 @@ MUTATIONS = (
     ),
     Mutation(
         "serving",
-        "counters-of-dead-workers-are-lost",
+        "all-connections-go-to-one-worker",
         "toolkit/serving/supervisor.py",
-        'if family.kind != "gauge"',
-        'if family.kind == "gauge"',
+        "[*self._workers[index + 1 :], *self._workers[: index + 1]]",
+        "[*self._workers[index:], *self._workers[:index]]",
         ("tests/serving/test_workers.py",),
     ),
     Mutation(
@@ -368,11 +368,11 @@ MUTATIONS = (
     ),
     Mutation(
         "engine",
-        "stopped-sequences-run-on",
-        "toolkit/engine/async_llm.py",
-        "        if changes.stopped:\n",
-        "        if changes.stopped and not changes.finished:\n",
-        ("tests/engine/test_async_llm.py", "tests/api/openai/test_api_completions.py"),
+        "failures-outlast-a-good-step",
+        "toolkit/engine/core.py",
+        "if num_sampled or not len(result.token_ids):",
+        "if not len(result.token_ids):",
+        ("tests/engine/test_failing_steps.py",),
     ),
     Mutation(
         "models",
