@@ -76,10 +76,10 @@ def model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The shared server. Tests leave it idle and healthy."""
+    """The shared server, in this process. Tests leave it idle and healthy."""
     names = ("--served-model-name", "tiny", "org/other/name")
     arguments = (str(model), *names, "--num-gpu-blocks-override", "4096")
-    yield from shared("server", lambda: Server(*arguments, cwd=tmp_path_factory.mktemp("cwd")))
+    yield from shared("server", lambda: LocalServer(*arguments, cwd=tmp_path_factory.mktemp("cwd")))
 
 
 @pytest.fixture(scope="session")
@@ -117,16 +117,10 @@ def start_base(reference: Reference, parent: Path) -> Server:
     )
     reference.tokenizer.save_pretrained(parent / "tokenizer")
     (parent / "tokenizer" / "chat_template.jinja").unlink()
-    return Server(
+    return LocalServer(
         str(folder),
-        "--kv-cache-memory",
-        str(SMALL),
-        "--max-model-len",
-        str(SMALL_TOKENS),
-        "--tokenizer",
-        str(parent / "tokenizer"),
-        "--metrics-prefix",
-        "vllm",
+        *("--kv-cache-memory", str(SMALL), "--max-model-len", str(SMALL_TOKENS)),
+        *("--tokenizer", str(parent / "tokenizer"), "--metrics-prefix", "vllm"),
         cwd=parent,
     )
 
@@ -136,7 +130,7 @@ def http(server: Server) -> httpx.Client:
     return server.http
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with server.openai() as client:
         yield client

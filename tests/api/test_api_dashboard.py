@@ -92,14 +92,11 @@ def test_the_dashboard_queries_only_existing_metrics(server: Server, gpu_text: s
         assert query.count("(") == query.count(")")
 
 
-def test_versions_settings_and_processes_are_exposed(server: Server) -> None:
+def test_versions_and_settings_are_exposed(server: Server) -> None:
     text = server.http.get("/metrics").text
     assert re.search(r'tk:build_info{.*device="cpu".*} 1.0', text)
     assert re.search(r'tk:cache_config_info{.*num_gpu_blocks="4096".*} 1.0', text)
     assert re.search(r'tk:config_info{.*max_num_seqs="256".*} 1.0', text)
-    for process in ("server", "engine"):
-        assert server.metric("tk:process_cpu_seconds_total", process=process) > 0.1
-        assert server.metric("tk:process_resident_memory_bytes", process=process) > 30 * 2**20
 
 
 def test_errors_are_counted_by_their_status(server: Server) -> None:

@@ -144,13 +144,20 @@ def test_the_phases_of_a_request_sum_to_its_latency(server: Server, change: Call
 
 
 def test_the_format_is_prometheus(server: Server) -> None:
+    server.http.post("/v1/completions", json=GREEDY | {"max_tokens": 2})
+    until(server.is_idle)
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert '{engine="0",model_name="tiny"}' in answer.text
-    families = {family.name: family.type for family in text_string_to_metric_families(answer.text)}
-    assert families["tk:num_requests_running"] == "gauge"
-    assert families["tk:generation_tokens"] == "counter"
-    assert families["tk:e2e_request_latency_seconds"] == "histogram"
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    for name, kind, suffix in (
+        ("tk:num_requests_running", "gauge", ""),
+        ("tk:generation_tokens", "counter", "_total"),
+        ("tk:e2e_request_latency_seconds", "histogram", "_sum"),
+    ):
+        assert families[name].type == kind
+        values = [one.value for one in families[name].samples if one.name == name + suffix]
+        assert values == [server.metric(name + suffix)]  # which reads the registry
 
 
 def test_the_prefix_can_be_changed(base: Server) -> None:

@@ -127,6 +127,12 @@ def test_the_prefix_cache_can_be_cleared(http: httpx.Client) -> None:
     assert cached() == 0
 
 
+def test_processes_are_measured(two_workers: Server) -> None:
+    for process in ("server", "engine", "worker"):
+        assert two_workers.metric("tk:process_cpu_seconds_total", process=process) > 0
+        assert two_workers.metric("tk:process_resident_memory_bytes", process=process) > 30 * 2**20
+
+
 # ---- live requests
 
 

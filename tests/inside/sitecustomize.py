@@ -4,14 +4,16 @@
 they exist: `slow` delays each step, `broken` fails it, and the name of a module delays the start
 of processes that run it. With TEST_STEPS=equal, drafts are thought to cost nothing: how many are
 verified does not depend on how busy the machine is. TEST_METRICS_INTERVAL: between two readings of
-/metrics, in seconds. Pauses between restarts of an engine are short, and a silent one gets a ping
-soon.
+/metrics, in seconds. TEST_PROBE_TIMEOUT: for the step that a probe asks for, in seconds; a step is
+recent for a fifth of that. TEST_NUM_FILES: limit of open files. Pauses between restarts of an
+engine are short, and a silent one gets a ping soon.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -67,8 +69,14 @@ def change_metrics(module: ModuleType) -> None:
     module.INTERVAL = float(os.environ.get("TEST_METRICS_INTERVAL", METRICS_INTERVAL))
 
 
+def change_replica(module: ModuleType) -> None:
+    module.PROBE_TIMEOUT = float(os.environ.get("TEST_PROBE_TIMEOUT", module.PROBE_TIMEOUT))
+    module.STEP_MAX_AGE = module.PROBE_TIMEOUT / 5
+
+
 CHANGES = {
     "toolkit.engine.cores.core_client": change_core_client,
+    "toolkit.engine.cores.replica": change_replica,
     "toolkit.metrics.shared": change_metrics,
     "toolkit.worker.worker": change_worker,
     "toolkit.engine.cores.revival": change_revival,
@@ -86,6 +94,8 @@ def with_hooks(execute: Callable[..., object]) -> Callable[..., object]:
     return hooked
 
 
+if "TEST_NUM_FILES" in os.environ:
+    resource.setrlimit(resource.RLIMIT_NOFILE, [int(os.environ["TEST_NUM_FILES"])] * 2)
 wait_to_start()
 for name in CHANGES.keys() & sys.modules.keys():  # in a forked process
     CHANGES.pop(name)(sys.modules[name])

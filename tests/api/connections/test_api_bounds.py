@@ -176,8 +176,11 @@ def test_an_extremely_long_conversation_is_never_tokenized(http: httpx.Client) -
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
 )
 
 

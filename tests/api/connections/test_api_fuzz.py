@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
+import os
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -13,9 +14,7 @@ from hypothesis import strategies as st
 from tests.api.conftest import Reference
 from tests.server import Server, until
 
-SECONDS = 2.0
-"""After this time, and with ENOUGH responses, the remaining examples are skipped."""
-ENOUGH = {200: 40, 400: 100}
+NUM_EXAMPLES = int(1000 * float(os.environ.get("TK_TEST_SCALE", "0.15")))
 
 scalars = (
     st.none()
@@ -159,32 +158,24 @@ def check(path: str, answer: httpx.Response) -> None:
 
 
 def test_every_request_gets_a_valid_response(server: Server, reference: Reference) -> None:
-    deadline = time.monotonic() + SECONDS
-    statuses: dict[int, int] = {}
+    asked: Counter[str] = Counter()
+    statuses: Counter[int] = Counter()
 
-    @settings(
-        max_examples=500,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(request)
     def one(made: tuple[str, object]) -> None:
-        if time.monotonic() > deadline and all(
-            statuses.get(code, 0) >= n for code, n in ENOUGH.items()
-        ):
-            return
         path, body = made
         content = json.dumps(body)  # with NaN, Infinity and lone surrogates as they come
         answer = server.http.post(
             path, content=content, headers={"Content-Type": "application/json"}, timeout=90
         )
-        statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+        statuses[answer.status_code] += 1
+        asked[path] += 1
         check(path, answer)
 
     one()
-    assert all(statuses[code] >= n for code, n in ENOUGH.items())
+    assert min(statuses[200], statuses[400]) > NUM_EXAMPLES / 8
+    assert min(asked[path] for path in ROUTES) > NUM_EXAMPLES / 30
     until(server.is_idle)
     good = {"prompt": "after all that", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = server.http.post("/v1/completions", json=good).json()

@@ -1,4 +1,4 @@
-"""250 requests at random times, with random aborts and disconnects, on a tiny block pool.
+"""100 requests at random times, with random aborts and disconnects, on a tiny block pool.
 
 Every request ends as expected, all blocks are freed, and memory does not grow.
 """
@@ -25,9 +25,9 @@ from toolkit.errors import InvalidRequestError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-COUNT = 250
-ARRIVALS = 2.0  # seconds in which they arrive: faster than they can run
-MEMORY = 2 * 2**20  # bytes that the core may grow by, in 250 requests after the warm-up
+COUNT = 100
+ARRIVALS = 0.8  # seconds in which they arrive: faster than they can run
+MEMORY = 2**20  # bytes that the core may grow by, in COUNT requests after the warm-up
 POOL = {"num_gpu_blocks_override": 24, "block_size": 4, "max_num_seqs": 8, "max_model_len": 64}
 """96 tokens for eight requests of up to 64 each."""
 MAX_TOKENS = 28  # of an answer
@@ -101,7 +101,7 @@ def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest_asyncio.fixture
-async def llm(model: Path):
+async def llm(model: Path, forked_processes: None):
     async with AsyncLLM(str(model), num_threads=1, swap_space=0.001, **POOL) as llm:
         yield llm
 

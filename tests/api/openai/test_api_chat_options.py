@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,13 @@ def test_template_variable_can_have_any_name(lenient: Server, reference: Referen
     assert own == reference.tokenizer.encode("HELLO!")
 
 
-def test_bad_server_template_stops_the_start(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="did not start") as caught:
-        Server(str(model), "--chat-template", "{% for %}", cwd=tmp_path)
-    assert "--chat-template" in str(caught.value)
-    assert "line 1" in str(caught.value)
+def test_bad_server_template_stops_the_start(
+    model: Path, tk_here: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    ended = tk_here("serve", str(model), "--chat-template", "{% for %}", "--port", "0")
+    assert ended.returncode == 2
+    assert "--chat-template" in ended.stderr
+    assert "line 1" in ended.stderr
     with pytest.raises(ConfigError, match=r"--chat-template .* 'nowhere\.jinja' cannot be read"):
         load_tokenizer(model, "nowhere.jinja")
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
 import numpy as np
 import openai
 import pytest
-from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from tests import checkpoints
 from tests.local import LocalServer
-from tests.pooling.folders import MINILM, TEXTS, bert, bert_tokenizer, save
 from tests.server import WAIT, Server, until
 from toolkit.api.pooling.embeddings import EmbeddingList
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
 QUERY = "What is the sea like?"
 DOCUMENTS = ["Bread is baked.", "The sea is calm.", "It likes fish.", "What the sea is like"]
@@ -26,6 +28,8 @@ DOCUMENTS = ["Bread is baked.", "The sea is calm.", "It likes fish.", "What the 
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from tests.pooling.folders import MINILM
+
     served = LocalServer(
         str(MINILM), "--served-model-name", "minilm", cwd=tmp_path_factory.mktemp("minilm")
     )
@@ -36,11 +40,17 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def sentences() -> SentenceTransformer:
+    from sentence_transformers import SentenceTransformer
+
+    from tests.pooling.folders import MINILM
+
     return SentenceTransformer(str(MINILM), device="cpu")
 
 
 @pytest.fixture(scope="module")
 def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.pooling.folders import bert, bert_tokenizer, save
+
     model = bert("BertForSequenceClassification", num_labels=1)
     return save(model, bert_tokenizer(), tmp_path_factory.mktemp("models") / "cross-encoder")
 
@@ -54,14 +64,21 @@ def scorer(cross_encoder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Generates and embeds (Matryoshka). Its steps are small, so many inputs take long."""
+def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model with Matryoshka embeddings."""
     folder = tmp_path_factory.mktemp("models") / "decoder"
     checkpoints.save(checkpoints.make_reference("llama3-gqa"), folder)
     checkpoints.edit_json(folder / "config.json", is_matryoshka=True)
-    served = Server(
-        str(folder), "--pooling", "mean", "--max-num-batched-tokens", "128", cwd=folder.parent
-    )
+    return folder
+
+
+SMALL_STEPS = ("--pooling", "mean", "--max-num-batched-tokens", "128")
+"""Generate and embed in small steps, so many inputs take long."""
+
+
+@pytest.fixture(scope="module")
+def decoder(decoder_folder: Path) -> Iterator[Server]:
+    served = LocalServer(str(decoder_folder), *SMALL_STEPS, cwd=decoder_folder.parent)
     yield served
     until(served.is_idle)
     served.stop()
@@ -78,6 +95,8 @@ def vectors(answer: httpx.Response) -> np.ndarray:
 
 
 def test_openai_client_gets_sentence_transformers_vectors(minilm, sentences):
+    from tests.pooling.folders import TEXTS
+
     with minilm.openai() as client:
         answer = client.embeddings.create(model="minilm", input=TEXTS)  # base64 by default
     assert [one.index for one in answer.data] == list(range(len(TEXTS)))
@@ -169,6 +188,8 @@ def test_texts_are_scored_by_their_embeddings(minilm, sentences):
 
 
 def test_cross_encoder_scores_pairs_and_ranks_documents(scorer, cross_encoder):
+    from sentence_transformers import CrossEncoder
+
     expected = CrossEncoder(str(cross_encoder), device="cpu").predict(
         [(QUERY, one) for one in DOCUMENTS]
     )
@@ -267,24 +288,26 @@ def test_disconnect_ends_the_inputs(decoder):
     assert decoder.metric("tk:prompt_tokens_total") == before
 
 
-def test_remaining_inputs_survive_an_engine_restart(decoder):
-    inputs = [[(i + j) % 250 for j in range(100)] for i in range(200)]
+def test_remaining_inputs_survive_an_engine_restart(
+    decoder: Server, start: Callable[..., Server], decoder_folder: Path
+) -> None:
+    server = start(*SMALL_STEPS, model=decoder_folder)
+    inputs = [[(i + j) % 250 for j in range(100)] for i in range(60)]
     answers: list[httpx.Response] = []
 
     def post() -> None:
         answers.append(
-            httpx.post(f"{decoder.url}/v1/embeddings", json={"input": inputs}, timeout=4 * WAIT)
+            httpx.post(f"{server.url}/v1/embeddings", json={"input": inputs}, timeout=4 * WAIT)
         )
 
     thread = threading.Thread(target=post)
-    with decoder.slowly():
+    with server.slowly():
         thread.start()
-        until(lambda: decoder.metric("tk:num_requests_running") > 0)
-        [core] = decoder.children("toolkit.engine.cores.core_process")
-        core.kill()
+        until(lambda: server.metric("tk:num_requests_running") > 0)
+        server.core.kill()
     thread.join()
     found = vectors(answers[0])
     assert len(found) == len(inputs)
-    for i in (0, 100, 199):
+    for i in (0, 30, 59):
         alone = vectors(decoder.http.post("/v1/embeddings", json={"input": inputs[i]}))[0]
         assert np.allclose(found[i], alone, atol=1e-6)

@@ -113,22 +113,13 @@ def test_client_stream_helper_collects_the_answer(client: openai.OpenAI, expecte
     assert text == expected
 
 
-def test_finished_answer_is_completed(client: openai.OpenAI) -> None:
-    """Some prompt soon gives an answer that ends: the end token is one of 262."""
-    for seed in range(200):
-        answer = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": str(seed)}],
-            max_tokens=64,
-            temperature=0,
-        )
-        if answer.choices[0].finish_reason == "stop":
-            break
-    done = client.responses.create(
-        model="tiny", input=str(seed), max_output_tokens=64, temperature=0
-    )
-    assert (done.status, done.incomplete_details) == ("completed", None)
-    assert done.output_text == answer.choices[0].message.content
+def test_finished_answer_is_completed(http: httpx.Client) -> None:
+    """A constraint ends the answer."""
+    format = {"type": "json_schema", "name": "x", "schema": {"const": "Done."}}
+    body = {"input": QUESTION, "text": {"format": format}}
+    done = http.post("/v1/responses", json=body).json()
+    assert (done["status"], done["incomplete_details"]) == ("completed", None)
+    assert done["output"][0]["content"][0]["text"] == '"Done."'
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ai(served: Server) -> Iterator[openai.OpenAI]:
     with served.openai() as client:
         yield client
