@@ -10,7 +10,8 @@ import pytest
 
 from tests import checkpoints
 from tests.lora.conftest import Adapter
-from tests.server import Process, Server
+from tests.local import LocalServer
+from tests.server import Server
 
 COUNT = 12
 TEXT = "The sea is"
@@ -26,7 +27,7 @@ def server(mine, checkpoint, tmp_path_factory) -> Iterator[Server]:
     cwd = tmp_path_factory.mktemp("server")
     model = str(checkpoint(mine.base))
     arguments = ("--served-model-name", "base", "--dtype", "float32", "--pooling", "mean")
-    server = Server(model, *arguments, "--lora-modules", f"mine={mine.folder}", cwd=cwd)
+    server = LocalServer(model, *arguments, "--lora-modules", f"mine={mine.folder}", cwd=cwd)
     yield server
     server.stop()
 
@@ -102,21 +103,17 @@ def test_other_names_are_refused(client):
         client.embeddings.create(model="mine", input=TEXT)
 
 
-def test_an_adapter_cannot_have_the_model_s_name(checkpoint, mine, tmp_path):
+def test_an_adapter_cannot_have_the_model_s_name(tk_here, checkpoint, mine):
     model = str(checkpoint(mine.base))
-    module = f"twice={mine.folder}"
-    process = Process(
-        "serve", model, "--served-model-name", "twice", "--lora-modules", module, cwd=tmp_path
-    )
-    assert process.popen.wait(60) == 2
-    process.stop()
-    assert "the model is called 'twice', too" in "".join(process.lines)
+    flags = ("--served-model-name", "twice", "--lora-modules", f"twice={mine.folder}")
+    done = tk_here("serve", model, "--port", "0", *flags)
+    assert done.returncode == 2
+    assert "the model is called 'twice', too" in done.stderr
 
 
-def test_an_adapter_for_another_base_model_is_refused(checkpoint, mine, tmp_path):
+def test_an_adapter_for_another_base_model_is_refused(tk_here, checkpoint, mine):
     module = json.dumps({"name": "a", "path": str(mine.folder), "base_model_name": "other"})
     model = str(checkpoint(mine.base))
-    process = Process("serve", model, "--lora-modules", module, cwd=tmp_path)
-    assert process.popen.wait(60) == 2
-    process.stop()
-    assert "base_model_name is 'other'" in "".join(process.lines)
+    done = tk_here("serve", model, "--port", "0", "--lora-modules", module)
+    assert done.returncode == 2
+    assert "base_model_name is 'other'" in done.stderr

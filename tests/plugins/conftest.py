@@ -29,15 +29,15 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the plug-ins of this process before and after a test that changes them."""
-
-    def clear() -> None:
-        for cached in (plugins.installed, registry._plugins, plugins._warn):
-            cached.cache_clear()
-
     clear()
     yield
     monkeypatch.undo()
     clear()
+
+
+def clear() -> None:
+    for cached in (plugins.installed, registry._plugins, plugins._warn):
+        cached.cache_clear()
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import checkpoints
+from tests.local import LocalServer
+from tests.plugins.conftest import clear
 from tests.server import INSIDE, Client, Server, until
 from toolkit.doctor.plugins import check_plugins
 
@@ -44,7 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     example: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    served = Server(
+    clear()
+    served = LocalServer(
         *(str(folder), "--served-model-name", "tiny", "--chat-template", TEMPLATE),
         *("--tool-call-parser", "at", "--reasoning-parser", "notes"),
         *("--logits-processors", "plugged:Failing", "--middleware", "plugged:teapot"),
@@ -54,6 +57,7 @@ def server(
     )
     yield served
     served.stop()
+    clear()
 
 
 def script(text: str) -> dict[str, object]:
