@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -17,10 +16,10 @@ from ray.cluster_utils import Cluster
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, Reference
-from tests.server import INSIDE, WAIT, Server, gone, until
+from tests.server import INSIDE, Server, command, gone, until
 from tests.serving.test_ranks import PROMPTS, TOKENS, ask
-from toolkit import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from toolkit.errors import ConfigError
+from toolkit import LLM, SamplingParams, StructuredOutputsParams
+from toolkit.errors import ConfigError, WorkersLostError
 from toolkit.executor.ray import cluster as ray_cluster
 
 RAY = {"distributed_executor_backend": "ray", "num_threads": 1}
@@ -52,8 +51,9 @@ def cluster(hooks: Path) -> Iterator[Cluster]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(INSIDE), prepend=os.pathsep)
         patch.setenv("TEST_HOOKS", str(hooks))
-        node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False} | node)
+        node = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
+        head = {"include_dashboard": False, "no_monitor": True} | node
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(**node)
         patch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
@@ -64,52 +64,44 @@ def cluster(hooks: Path) -> Iterator[Cluster]:
 def server(
     cluster: Cluster, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    served = Server(
-        str(folder),
-        "--distributed-executor-backend",
-        "ray",
-        "--tensor-parallel-size",
-        "2",
-        cwd=tmp_path_factory.mktemp("cwd"),
-    )
+    """A server of two engines."""
+    flags = ("--distributed-executor-backend", "ray", "--data-parallel-size", "2")
+    served = Server(str(folder), *flags, cwd=tmp_path_factory.mktemp("cwd"))
     yield served
     served.stop()
 
 
 def actors() -> list[psutil.Process]:
     """Return the cluster's actors. Its nodes are child processes."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.cmdline()[:1] == ["ray::RankActor.run"]:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if command(process)[:1] == ["ray::RankActor.run"]
+    ]
 
 
-def test_every_node_has_a_rank(server: Server) -> None:
-    assert server.http.get("/server_info").json()["device"]["world_size"] == 2
-    assert len({rank.ppid() for rank in actors()}) == 2, "each node starts its own processes"
-    assert server.http.get("/health").status_code == 200
-
-
-def test_streams_survive_a_killed_actor(server: Server, reference: Reference, hooks: Path) -> None:
-    """Tokens before and after equal those of one process."""
+def test_streams_of_two_engines_survive_a_killed_actor(
+    server: Server, reference: Reference, hooks: Path
+) -> None:
+    """Tokens before and after equal those of one process. The other engine keeps running."""
     before = actors()
+    assert len({rank.ppid() for rank in before}) == len(before) == 2, "each engine has its own node"
+    assert server.http.get("/server_info").json()["device"]["world_size"] == 1
 
     def kill() -> None:
-        before[1].kill()
+        before[0].kill()
         (hooks / "slow").unlink()
 
     (hooks / "slow").touch()
     answers = ask(server, kill)
     assert [a.text for a in answers] == reference.texts(PROMPTS, TOKENS)
     assert {a.error for a in answers} == {None}
+    until(lambda: gone(before[0]))
+    until(lambda: len(actors()) == 2)
+    assert before[1] in actors()
+    server.await_health()
     assert server.stderr.count("ended unexpectedly") == 1, "the cause is logged once"
     assert "Traceback" not in server.stderr
-    until(lambda: all(gone(rank) for rank in before))
-    assert len(actors()) == 2
     assert server.popen.poll() is None
 
 
@@ -128,44 +120,27 @@ def test_too_many_devices_are_refused_with_those_of_the_cluster(
 
 def test_a_killed_server_leaves_no_process(server: Server) -> None:
     everything = [*psutil.Process(server.pid).children(recursive=True), *actors()]
-    assert len(everything) >= 3
+    assert len(everything) >= 4
     server.signal(signal.SIGKILL)
     until(lambda: all(gone(process) for process in everything))
 
 
-async def test_two_engines_equal_one_process_and_survive_an_actor(
-    cluster: Cluster, folder: Path, reference: Reference, hooks: Path, forked_processes: None
+def test_every_node_has_a_rank_and_none_outlives_another(
+    cluster: Cluster, folder: Path, reference: Reference
 ) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    has_begun: set[str] = set()
-
-    async def answer(prompt: str) -> tuple[int, ...]:
-        tokens: tuple[int, ...] = ()
-        async for output in llm.generate(prompt, params):
-            has_begun.add(prompt)
-            tokens = tuple(output.outputs[0].token_ids)
-        return tokens
-
-    async with AsyncLLM(str(folder), data_parallel_size=2, **RAY) as llm, asyncio.timeout(WAIT):
-        before = actors()
-        assert len({rank.ppid() for rank in before}) == len(before) == 2, (
-            "each engine has its own node"
-        )
-        (hooks / "slow").touch()
-        answers = [asyncio.create_task(answer(prompt)) for prompt in PROMPTS]
-        while len(has_begun) < len(PROMPTS):
-            await asyncio.sleep(0.01)
-        assert not any(one.done() for one in answers)
-        before[0].kill()
-        (hooks / "slow").unlink()
-        for prompt, tokens in zip(PROMPTS, await asyncio.gather(*answers), strict=True):
-            assert tokens == reference.tokens(prompt, TOKENS)
-        while len(actors()) < 2:
-            await asyncio.sleep(0.05)
-        assert before[1] in actors(), "the other engine keeps running"
-        await llm.check()
-        everything = actors()
-    until(lambda: all(gone(process) for process in everything))
+    llm = LLM(str(folder), tensor_parallel_size=2, **RAY)
+    ranks = actors()
+    assert llm.info.world_size == len(ranks) == 2
+    assert len({rank.ppid() for rank in ranks}) == 2, "each node starts its own processes"
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    results = llm.generate(PROMPTS, params, use_tqdm=False)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert tuple(result.outputs[0].token_ids) == reference.tokens(prompt, TOKENS)[:24]
+    ranks[1].kill()
+    with pytest.raises(WorkersLostError, match="ended unexpectedly"):
+        llm.generate(PROMPTS, params, use_tqdm=False)
+    llm.shutdown()
+    until(lambda: all(gone(rank) for rank in ranks))
 
 
 def test_stages_on_two_nodes_equal_one_process(cluster: Cluster, folder: Path) -> None:

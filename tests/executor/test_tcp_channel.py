@@ -145,7 +145,7 @@ def test_a_long_step_does_not_break_the_connection(listener, monkeypatch):
     running = in_thread(rank.run)
     long = Call("x", ["y" * 8_000_000])
     sending = in_thread(lambda: [ours.send(message) for message in (long, EndRank())])
-    time.sleep(3.5)
+    time.sleep(2.5)
     computed.set()
     running.join(20)
     sending.join(20)
