@@ -46,6 +46,12 @@ IMPORTED = (
     "toolkit.serving.api_worker",
     "toolkit.serving.lifecycle",
     "toolkit.worker.worker",
+    # Imported while it starts:
+    "rich.panel",
+    "rich.table",
+    "tokenizers",
+    "toolkit.console",
+    "tomllib",
 )
 
 
@@ -142,6 +148,7 @@ def main() -> None:
     """Import everything and fork processes, until the socket is closed."""
     for name in IMPORTED:
         importlib.import_module(name)
+    importlib.import_module("toolkit.cli.root").tree()
     assert len(os.listdir("/proc/self/task")) == 1, "only processes of one thread can be forked"
     gc.collect()
     gc.freeze()
@@ -208,7 +215,8 @@ def _run(
             _fork_own_children(HAVE_CHILDREN[module])
         sys.orig_argv, sys.argv = command, [module, *arguments]
         _set_environment(environment)
-        sys.modules["toolkit.cli"].START = time.perf_counter()
+        for name in ("toolkit.cli", "toolkit.cli.commands.serve"):
+            sys.modules[name].START = time.perf_counter()
         if not hasattr(sys.modules.get(module), "__path__"):  # a package has a module __main__
             sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
