@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.server import WAIT, Client, Server, until
+from toolkit.engine.cores import replica
 
 PROBES = ("/livez", "/readyz", "/health")
 UNHEALTHY = {"/livez": 200, "/readyz": 503, "/health": 503}
@@ -38,11 +39,14 @@ def test_head_is_answered_as_get_without_a_body(server: Server, path: str) -> No
     assert server.http.head("/v1/completions").status_code == 405
 
 
-def test_a_probe_of_an_idle_engine_runs_one_step(server: Server) -> None:
+def test_a_probe_of_an_idle_engine_runs_one_step(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "STEP_MAX_AGE", 0.3)  # of the server, which is in this process
     until(server.is_idle)
 
     def num_steps() -> float:
-        time.sleep(1.1)  # the last step is too old to count
+        time.sleep(0.33)  # the last step is too old to count
         before = server.metric("tk:iteration_tokens_total_count")
         assert statuses(server) == dict.fromkeys(PROBES, 200)
         return server.metric("tk:iteration_tokens_total_count") - before
