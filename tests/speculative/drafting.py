@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import engines
 from tests.checkpoints import make_model, save
 from toolkit import LLM, SamplingParams
 from toolkit.scheduler import ModelOutput, SchedulerOutput
@@ -47,7 +48,19 @@ def drafting_engine(
     config = None
     if drafter is not None:
         config = {"method": method, "model": str(drafter), "num_speculative_tokens": most}
-    return LLM(str(model), **SETTINGS | {"speculative_config": config} | settings)
+    given = SETTINGS | {"speculative_config": config} | settings
+    if "tensor_parallel_size" in settings:
+        return LLM(str(model), **given)  # all ranks measure the same steps
+    with few_measured_steps():
+        return LLM(str(model), **given)
+
+
+@contextmanager
+def few_measured_steps() -> Iterator[None]:
+    """Measure steps of two sizes at startup. No test depends on what they take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.worker.startup.warm_up.STEP_SIZES", (1, 2))
+        yield
 
 
 @dataclass
@@ -78,7 +91,7 @@ class StepLog:
 @contextmanager
 def logged_steps(llm: LLM) -> Iterator[StepLog]:
     """Log the steps of an engine in this process."""
-    runner = llm._core.executor._worker.runner
+    runner = engines.runner(llm)
     execute, log = runner.execute, StepLog()
 
     def logging(step: SchedulerOutput) -> object:

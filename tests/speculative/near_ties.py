@@ -6,17 +6,24 @@ by less than the rounding may then be another one, and so is all that follows it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import pytest
 import torch
 
-from tests import checkpoints
 from toolkit import SamplingParams
 from toolkit.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from toolkit.kernels.reference import exponentials
 
 NEAR = 1e-3
 """Greatest difference between equal log-probabilities. In fp32 it is about 1e-5."""
+
+
+class Model(Protocol):
+    """A reference of the model that both engines have."""
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Return `[tokens, vocab]`."""
 
 
 def scores(
@@ -41,7 +48,7 @@ def scores(
 
 
 def require_equal_or_near_tie(
-    model: torch.nn.Module,
+    model: Model,
     prompt: list[int],
     params: SamplingParams,
     one: CompletionOutput,
@@ -50,7 +57,7 @@ def require_equal_or_near_tie(
     """Check that two answers are equal up to a near-tie. Return False if there is one.
 
     At the first tokens that differ, the two differ by at most `NEAR` in the `scores` that follow
-    from the logits of Transformers. Log-probabilities before them are equal up to `NEAR`."""
+    from the model's logits. Log-probabilities before them are equal up to `NEAR`."""
     tokens, others = list(one.token_ids), list(other.token_ids)
     pairs = enumerate(zip(tokens, others, strict=False))
     end = next((at for at, (a, b) in pairs if a != b), min(len(tokens), len(others)))
@@ -63,7 +70,7 @@ def require_equal_or_near_tie(
         )
         return True
     assert end < min(len(tokens), len(others)), "one answer is the beginning of the other"
-    logits = checkpoints.logits(model, prompt + tokens[:end])[-1]
+    logits = model.logits(prompt + tokens[:end])[-1]
     both = scores(logits, params, prompt, tokens[:end], params.seed + one.index)
     gap = float(both[tokens[end]] - both[others[end]])
     assert abs(gap) <= NEAR, (
@@ -91,7 +98,7 @@ def require_near_logprobs(
 
 
 def require_equal_or_near_ties(
-    model: torch.nn.Module,
+    model: Model,
     params: list[SamplingParams],
     expected: list[RequestOutput],
     found: list[RequestOutput],

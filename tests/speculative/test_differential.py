@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests import checkpoints
+from tests import engines
 from tests.speculative.drafting import StepLog, logged_steps, save_llama
 from tests.speculative.near_ties import (
     NEAR,
@@ -22,12 +22,13 @@ from tests.speculative.near_ties import (
     require_equal_or_near_ties,
     scores,
 )
+from tests.speculative.plain import Llama
 from tests.speculative.test_eagle import eagle_tensors, write
 from toolkit import LLM, SamplingParams
 from toolkit.engine.outputs import CompletionOutput, Delta, Logprob, LogprobList, RequestOutput
 from toolkit.sampling.params import StructuredOutputsParams
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 200 if torch.cuda.is_available() else 80
 SETTINGS = {
     "device": "cpu",
     "dtype": "float32",
@@ -144,8 +145,8 @@ def expected(folders: tuple[Path, Path]) -> list[RequestOutput]:
     found = run(llm)
     llm.shutdown()
     reasons = Counter(answer.finish_reason for one in found for answer in one.outputs)
-    assert min(reasons["stop"], reasons["length"]) > 20
-    assert sum(one.num_cached_tokens > 0 for one in found) > 20
+    assert min(reasons["stop"], reasons["length"]) > 10
+    assert sum(one.num_cached_tokens > 0 for one in found) > 8
     return found
 
 
@@ -171,8 +172,8 @@ def require_allowed_drafts(log: StepLog) -> None:
             if (most := wanted[row]) is not None:
                 assert count <= most
                 num_limited += count == most > 0
-    assert num_limited > 10
-    assert num_constrained > 50
+    assert num_limited > 4
+    assert num_constrained > 15
 
 
 @pytest.mark.parametrize(
@@ -187,8 +188,8 @@ def test_drafts_change_nothing(folders, expected, tmp_path, drafter, swap_space)
     require_equal(expected, found)
     low, high = {"ngram": (0.02, 0.9), "itself": (0.7, 1.0), "other": (0.0, 0.5)}[drafter]
     assert low <= log.acceptance_rate <= high
-    assert log.num_drafts > 500
-    assert sum(one.num_cached_tokens > 0 for one in found) > 20
+    assert log.num_drafts > 200
+    assert sum(one.num_cached_tokens > 0 for one in found) > 8
     require_allowed_drafts(log)
     num_placed = sum(len(step.new_rows) for step, _ in log.steps)
     assert num_placed > sum(len(one.outputs) for one in found)
@@ -246,11 +247,11 @@ def test_streams_with_drafts_are_those_without(folders, expected, tmp_path, draf
             if not one.read():
                 running.remove(one)
                 done.append(one)
-    assert not llm._core.has_work
+    assert not engines.core(llm).has_work
     llm.shutdown()
     done.sort(key=lambda one: one.number)
     stays = [all(answer.finished for answer in one.output.outputs) for one in done]
-    assert min(stays.count(True), stays.count(False)) > 40
+    assert min(stays.count(True), stays.count(False)) > 15
     for one, ended in zip(done, stays, strict=True):
         whole = expected[one.number]
         for answer, other in zip(one.output.outputs, whole.outputs, strict=True):
@@ -263,13 +264,13 @@ def test_streams_with_drafts_are_those_without(folders, expected, tmp_path, draf
         [one for one, ended in zip(expected, stays, strict=True) if ended],
         [one.output for one, ended in zip(done, stays, strict=True) if ended],
     )
-    assert log.num_drafts > 500
-    assert 0.02 < log.acceptance_rate < 1
+    assert log.num_drafts > 200
+    assert 0 < log.num_accepted < log.num_drafts
 
 
 @pytest.fixture(scope="module")
-def model(folders: tuple[Path, Path]) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
+def model(folders: tuple[Path, Path]) -> Llama:
+    return Llama(folders[0])
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +293,7 @@ def test_drafts_change_nothing_on_a_gpu(
     llm = LLM(str(folders[0]), **settings, swap_space=0.001, speculative_config=config)
     with logged_steps(llm) as log:
         found = run(llm)
-    assert bool(llm._core.executor._worker.runner._graphs) == (not enforce_eager)
+    assert bool(engines.graphs(llm)) == (not enforce_eager)
     llm.shutdown()
     num_ties = require_equal_or_near_ties(model, random_requests()[1], expected_on_gpu, found)
     assert num_ties <= NUM_REQUESTS // 40
@@ -313,13 +314,13 @@ def test_scores_are_greatest_for_tokens_of_the_engine(model, expected):
             continue
         answer = output.outputs[-1]
         tokens = list(answer.token_ids)
-        logits = checkpoints.logits(model, prompt + tokens)[len(prompt) - 1 :]
+        logits = model.logits(prompt + tokens)[len(prompt) - 1 :]
         for at, token in enumerate(tokens):
             found = scores(logits[at], param, prompt, tokens[:at], param.seed + answer.index)
             assert found.argmax() == token
         num_tokens += len(tokens)
         temperatures.add(param.temperature)
-    assert num_tokens > 500
+    assert num_tokens > 200
     assert temperatures == {0.0, 0.3, 1.0}
 
 
@@ -327,16 +328,16 @@ def test_scores_are_greatest_for_tokens_of_the_engine(model, expected):
     ("gap", "logprob", "message"),
     [(NEAR / 2, 0.0, ""), (NEAR * 2, 0.0, "no near-tie"), (0.0, NEAR * 2, "log-probabilities")],
 )
-def test_near_ties_are_told_from_other_differences(monkeypatch, gap, logprob, message):
+def test_near_ties_are_not_other_differences(gap, logprob, message):
     """Made-up answers that differ in their second token, of which one is likelier by `gap`."""
     logits = torch.tensor([[0.0, 3.0, 3.0 - gap, 1.0]])
-    monkeypatch.setattr(checkpoints, "logits", lambda model, tokens: logits)
+    model = SimpleNamespace(logits=lambda tokens: logits)
     one, other = (
         CompletionOutput(0, token_ids=[3, token, 0], logprobs=[{3: Logprob(value, 3, "d")}])
         for token, value in ((1, -2.0), (2, -2.0 + logprob))
     )
     params = SamplingParams(temperature=0.0, seed=0)
-    compare = partial(require_equal_or_near_tie, None, [0], params)
+    compare = partial(require_equal_or_near_tie, model, [0], params)
     if message:
         with pytest.raises(AssertionError, match=message):
             compare(one, other)

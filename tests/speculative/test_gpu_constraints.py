@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_model, save
-from tests.speculative.drafting import LLAMA, StepLog, logged_steps
-from tests.speculative.test_eagle import eagle_tensors, write
-from tests.speculative.test_gpu_drafters import shrink_unlikely
+from tests import engines
+from tests.speculative.drafting import StepLog, logged_steps, save_llama
+from tests.speculative.plain import shrink_unlikely
 from toolkit import LLM, SamplingParams
 from toolkit.sampling.params import StructuredOutputsParams
 
@@ -28,8 +27,8 @@ def grammar(**one: object) -> dict:
 
 KINDS = {
     "none": {},
-    "regex": grammar(regex="(AB|BA)*C{1,9}"),
-    "letters": grammar(regex="[A-C]{3,30}") | {"logprobs": 1},
+    "regex": grammar(regex="(AB|BA){9,}"),
+    "letters": grammar(regex="[A-C]{9,30}") | {"logprobs": 1},
     "choice": grammar(choice=["ABCABCABCABC", "ABCABCABCABA", "CCCCCCCC"]),
     "grammar and penalties": grammar(regex="[A-D]{20}") | {"presence_penalty": 0.2},
     "grammar and bias": grammar(regex="[A-D]{9,}") | {"logit_bias": {B: 2.0}},
@@ -44,31 +43,30 @@ SETTINGS = {
     "dtype": "float32",
     "num_threads": 1,
     "attention_backend": "torch",
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 40,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 30,
     "max_model_len": 64,
     "block_size": 4,
     "async_scheduling": True,
 }
-NUM_REQUESTS = 2 * len(KINDS)
+NUM_REQUESTS = len(KINDS)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose likely tokens are letters, so that some drafts are right."""
-    model = make_model("Llama", LLAMA | {"num_hidden_layers": 2}, seed=3)
-    shrink_unlikely(model.lm_head.weight, [A, B, C])
-    return save(model, tmp_path_factory.mktemp("target"))
+    folder = tmp_path_factory.mktemp("target")
+    return shrink_unlikely(save_llama(folder, seed=3, num_hidden_layers=2), [A, B, C])
 
 
 def requests() -> tuple[list[dict], list[SamplingParams]]:
-    """Return a greedy and a random request of each kind. Its seed is a request's number."""
+    """Return a request of each kind, every other one random. Its seed is a request's number."""
     rng = random.Random(3)
     prompts = [rng.choices([A, B, C], k=rng.randint(2, 12)) * 2 for _ in range(NUM_REQUESTS)]
     params = []
     for number in range(NUM_REQUESTS):
         kind = list(KINDS.values())[number % len(KINDS)]
-        given = {"temperature": 0.7 * (number % 2), "max_tokens": 14, "seed": number}
+        given = {"temperature": 0.7 * (number % 2), "max_tokens": 9, "seed": number}
         params.append(SamplingParams(**given | kind))
     return [{"prompt_token_ids": prompt} for prompt in prompts], params
 
@@ -94,12 +92,10 @@ def expected(target: Path) -> list[tuple]:
     return found
 
 
-def speculation(method: str, target: Path, folder: Path) -> dict[str, object]:
-    """Return the configuration of a drafter: prompt lookup, the model itself, or a network."""
-    if method == "ngram":
-        return {"method": "ngram", "prompt_lookup_min": 1}
-    drafter = write(folder, eagle_tensors(1, bias=True)) if method == "eagle" else target
-    return {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+def speculation(method: str, target: Path) -> dict[str, object]:
+    """Return the configuration of a drafter: prompt lookup, or the model itself."""
+    of_method = {"prompt_lookup_min": 1} if method == "ngram" else {"model": str(target)}
+    return {"method": method, "num_speculative_tokens": 2, **of_method}
 
 
 def count_by_kind(log: StepLog) -> tuple[Counter[str], Counter[str]]:
@@ -115,33 +111,28 @@ def count_by_kind(log: StepLog) -> tuple[Counter[str], Counter[str]]:
     return verified, accepted
 
 
-FEW_BLOCKS = {"num_gpu_blocks_override": 18}
-STAGES = {"pipeline_parallel_size": 2}
+FEW_BLOCKS = {"num_gpu_blocks_override": 17}
 CASES = {
-    "lookup": ("ngram", "rerun_graphs", {}),
-    "lookup, stages": ("ngram", "rerun_graphs two_stages", STAGES),
-    "lookup, stages, swap": ("ngram", "two_stages", STAGES | FEW_BLOCKS | {"swap_space": 0.001}),
-    "lookup, stages, recomputation": ("ngram", "rerun_graphs two_stages", STAGES | FEW_BLOCKS),
+    "lookup, stages, recomputation": (
+        "ngram",
+        "rerun_graphs two_stages",
+        FEW_BLOCKS | {"pipeline_parallel_size": 2},
+    ),
     "lookup, swap": ("ngram", "gpu_runner", FEW_BLOCKS | {"swap_space": 0.001}),
-    "lookup, no overlap": ("ngram", "gpu_runner", {"async_scheduling": False}),
-    "model": ("draft_model", "rerun_graphs", {}),
     "model, recomputation": ("draft_model", "gpu_runner", FEW_BLOCKS),
-    "eagle": ("eagle", "rerun_graphs", {}),
-    "eagle, no overlap": ("eagle", "gpu_runner", {"async_scheduling": False}),
 }
+"""Method, fixtures, and settings. `test_differential` has more combinations for a GPU."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_constrained_answers_are_those_without_drafts(
-    request, gpu_runner, target, expected, tmp_path, case: str
-):
+def test_constrained_answers_are_those_without_drafts(request, target, expected, case: str):
     """Requests of all kinds in one batch, next to chunks of prompts."""
     method, fixtures, settings = CASES[case]
     for fixture in fixtures.split():
         request.getfixturevalue(fixture)
-    config = speculation(method, target, tmp_path / "drafter")
+    config = speculation(method, target)
     llm = LLM(str(target), **SETTINGS | settings, speculative_config=config)
-    assert type(llm._core.executor._worker.runner).__name__ == "CudaRunner"
+    assert type(engines.runner(llm)).__name__ == "CudaRunner"
     with logged_steps(llm) as log:
         for one, other in zip(answers(llm), expected, strict=True):
             assert one[:-1] == other[:-1]
@@ -149,9 +140,9 @@ def test_constrained_answers_are_those_without_drafts(
     llm.shutdown()
     verified, accepted = count_by_kind(log)
     assert set(verified) == set(KINDS)
-    assert min(verified.values()) > 3
+    assert min(verified.values()) > 0
     of_grammars = sum(accepted[name] for name in KINDS if "structured_outputs" in KINDS[name])
-    assert 10 < of_grammars < sum(accepted.values()) - 10
+    assert 3 < of_grammars < sum(accepted.values()) - 3
     num_placed = sum(len(step.new_rows) for step, _ in log.steps)
     assert (num_placed > NUM_REQUESTS) == ("num_gpu_blocks_override" in settings)
     assert any(step.swap_in for step, _ in log.steps) == ("swap_space" in settings)
@@ -159,20 +150,20 @@ def test_constrained_answers_are_those_without_drafts(
 
 def test_grammars_hold_where_drafts_are_missing(gpu_runner, target):
     """Steps that overlap have room for drafts that are not found. What is there can be right."""
-    config = {"method": "ngram", "prompt_lookup_min": 3}
+    config = {"method": "ngram", "prompt_lookup_min": 3, "num_speculative_tokens": 3}
     llm = LLM(str(target), **SETTINGS, speculative_config=config)
-    prompts = [{"prompt_token_ids": [A, B, C, A, A, B, C, A, B]}] * 5
+    prompts = [{"prompt_token_ids": [A, B, C, A, A, B, C, A, B]}] * 3
     params = [
-        SamplingParams(temperature=1.0, max_tokens=30, seed=seed, **grammar(regex="[A-C]{50}"))
+        SamplingParams(temperature=1.0, max_tokens=16, seed=seed, **grammar(regex="[A-C]{50}"))
         for seed in range(len(prompts))
     ]
     with logged_steps(llm) as log:
         found = llm.generate(prompts, params, use_tqdm=False)
     llm.shutdown()
     for answer in found:
-        assert re.fullmatch("[A-C]{30}", answer.outputs[0].text)
-    assert log.num_accepted > 30
-    assert num_missing_drafts(log) > 50
+        assert re.fullmatch("[A-C]{16}", answer.outputs[0].text)
+    assert log.num_accepted > 5
+    assert num_missing_drafts(log) > 5
 
 
 def num_missing_drafts(log: StepLog) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import engines
 from tests.checkpoints import make_model, save
 from tests.speculative.drafting import (
     LLAMA,
@@ -19,7 +20,9 @@ from tests.speculative.drafting import (
     drafting_engine,
     logged_steps,
     random_prompts,
+    save_llama,
 )
+from tests.speculative.plain import Llama, Target, shrink_unlikely, shrunk
 from tests.speculative.test_eagle import (
     LAYERS,
     Reference,
@@ -34,9 +37,9 @@ from toolkit.scheduler.speculation import StepCosts
 
 LIKELY = [65, 66, 67]
 MOST = 3
-LENGTHS = (9, 22, 50, 61, 140)
-GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+LENGTHS = (9, 200, 22, 50)
+GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
 SETTINGS = {
     "attention_backend": "torch",
     "block_size": 8,
@@ -51,7 +54,7 @@ def on_gpu(gpu_runner: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., o
 
     def make(*args: object, **settings: object) -> object:
         llm = drafting_engine(*args, **SETTINGS | settings)
-        assert type(llm._core.executor._worker.runner).__name__ == "CudaRunner"
+        assert type(engines.runner(llm)).__name__ == "CudaRunner"
         return llm
 
     return make
@@ -62,66 +65,57 @@ def plain_answers(target: Path, prompts: list[list[int]], *params: dict, **setti
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.worker.worker.kernels_for", lambda device: None)
         llm = drafting_engine(target, None, **SETTINGS | settings)
-        assert type(llm._core.executor._worker.runner).__name__ == "ModelRunner"
+        assert type(engines.runner(llm)).__name__ == "ModelRunner"
         found = [answers(llm, prompts, **one) for one in params]
         llm.shutdown()
     return found
 
 
-def shrink_unlikely(weight: torch.Tensor, likely: list[int]) -> None:
-    """Scale rows of an output head, so that few tokens are likely, and some drafts right."""
-    scale = torch.full((len(weight), 1), 0.05)
-    scale[likely] = 1.0
-    with torch.no_grad():
-        weight *= scale
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    return shrink_unlikely(save_llama(folder, seed=3, num_hidden_layers=LAYERS), LIKELY)
 
 
 @pytest.fixture(scope="module")
-def target() -> torch.nn.Module:
-    model = make_model("Llama", LLAMA | {"num_hidden_layers": LAYERS}, seed=3)
-    shrink_unlikely(model.lm_head.weight, LIKELY)
-    return model
-
-
-@pytest.fixture(scope="module")
-def target_folder(target: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(target, tmp_path_factory.mktemp("target"))
+def target(target_folder: Path) -> Llama:
+    return Llama(target_folder)
 
 
 class OtherModel:
     """Reference of a smaller model: its greedy continuation, within its positions."""
 
-    def __init__(self, model: torch.nn.Module, num_positions: int = 256) -> None:
+    def __init__(self, model: Target, num_positions: int = 256) -> None:
         self.model, self.num_positions = model, num_positions
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], params: dict) -> list[int]:
         ids = list(tokens)
         for _ in range(min(MOST, self.num_positions - len(tokens))):
-            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(self.model.logits(ids)[-1].argmax()))
         return ids[len(tokens) :]
 
 
 Made = tuple[Path, OtherModel | Reference]
 
 
-def make_other(target: torch.nn.Module, folder: Path) -> Made:
+def make_other(target: Llama, folder: Path) -> Made:
     changes = {"num_hidden_layers": 2, "num_key_value_heads": 4, "hidden_size": 32}
-    model = make_model("Llama", LLAMA | changes, seed=1)
-    shrink_unlikely(model.lm_head.weight, LIKELY)
-    return save(model, folder), OtherModel(model)
+    shrink_unlikely(save_llama(folder, seed=1, **changes), LIKELY)
+    return folder, OtherModel(Llama(folder))
 
 
-def make_eagle(target: torch.nn.Module, folder: Path) -> Made:
+def make_eagle(target: Llama, folder: Path) -> Made:
     tensors = eagle_tensors(2, bias=True)
     reference = Reference(target, tensors, ["layers.0", "layers.1"])
     return write(folder, tensors, num_hidden_layers=2), reference
 
 
-def make_eagle3(target: torch.nn.Module, folder: Path) -> Made:
+def make_eagle3(target: Llama, folder: Path) -> Made:
     tensors = eagle3_tensors("midlayer")
     tokens = (torch.arange(len(tensors["d2t"])) + tensors["d2t"]).tolist()
-    shrink_unlikely(tensors["lm_head.weight"], [tokens.index(one) for one in LIKELY])
+    likely = [tokens.index(one) for one in LIKELY]
+    tensors["lm_head.weight"] = shrunk(tensors["lm_head.weight"], likely)
     reference = Reference(target, tensors, ["midlayer"], (2, 3, 3))
     return write(folder, tensors, draft_vocab_size=len(tokens)), reference
 
@@ -134,86 +128,85 @@ def require_drafts(log: StepLog, reference: OtherModel | Reference) -> int:
     return require_reference_drafts(log, reference, {"repetition_penalty": 1.0}, MOST)
 
 
-@pytest.mark.parametrize("fixture", ["gpu_runner", "rerun_graphs"])
-@pytest.mark.parametrize("method", MAKE)
+@pytest.mark.parametrize(
+    ("method", "fixture"),
+    [("draft_model", "rerun_graphs"), ("eagle", "gpu_runner"), ("eagle3", "rerun_graphs")],
+)
 def test_drafts_are_those_of_a_reference(
-    request, on_gpu, tmp_path, target, target_folder, method: str, fixture: str
+    request, tmp_path, target, target_folder, method: str, fixture: str
 ):
     """Prompts in chunks, next to tokens of others; the second time, prefixes are in the cache.
 
     Steps overlap in padded graphs."""
+    on_gpu = request.getfixturevalue("on_gpu")
     request.getfixturevalue(fixture)
     drafter, reference = MAKE[method](target, tmp_path / "drafter")
     given = {"max_num_seqs": 3, "max_num_batched_tokens": 64}
     given["async_scheduling"] = fixture == "rerun_graphs"
     llm = on_gpu(target_folder, drafter, method, MOST, **given)
-    prompts = [one[:length] for one, length in zip(random_prompts(5, 140), LENGTHS, strict=True)]
-    params = GREEDY | {"max_tokens": 16}
+    prompts = [one[:length] for one, length in zip(random_prompts(4, 200), LENGTHS, strict=True)]
+    params = GREEDY | {"max_tokens": 8}
     (expected,) = plain_answers(target_folder, prompts, params)
     with logged_steps(llm) as log:
         assert answers(llm, prompts, **params) == expected
-        assert answers(llm, prompts[3:], **params) == expected[3:]
-    assert require_drafts(log, reference) > 50
-    assert 10 < log.num_accepted < 0.9 * log.num_drafts
+        short = GREEDY | {"max_tokens": 3}
+        (again,) = answers(llm, prompts[1:2], **short)
+    assert again.token_ids == expected[1].token_ids[:3]
+    assert require_drafts(log, reference) > 15
+    assert 0 < log.num_accepted < 0.9 * log.num_drafts
     steps = [step for step, _ in log.steps]
     assert max(new.num_computed_tokens for step in steps for new in step.new_rows) >= 64
     assert any(step.num_drafts.any() and not step.samples.all() for step in steps)
-    num_graphs = len(llm._core.executor._worker.runner._graphs)
-    assert (num_graphs > 0) == (fixture == "rerun_graphs")
+    assert (len(engines.graphs(llm)) > 0) == (fixture == "rerun_graphs")
     llm.shutdown()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_gpu_blocks_override": 20, "swap_space": 0.001},
-        {"num_gpu_blocks_override": 20},
-        {"block_size": 2},
-    ],
-    ids=["swap", "recomputation", "small blocks"],
-)
-def test_drafts_of_the_model_itself_are_right(on_gpu, target_folder, settings: dict):
-    """Greedy requests and those with seeds, after preemptions, too. Steps overlap."""
-    given = {"max_model_len": 120, "async_scheduling": True, **settings}
-    prompts = random_prompts(5, 40)
+def test_drafts_of_the_model_itself_are_right(on_gpu, target_folder):
+    """Greedy requests and those with seeds, after preemptions, too. Steps overlap.
+
+    `test_gpu_constraints` has preemption without swap space."""
+    given = {"max_model_len": 60, "async_scheduling": True}
+    given |= {"num_gpu_blocks_override": 45, "block_size": 2, "swap_space": 0.001}
+    given["max_num_batched_tokens"] = 100  # two prompts
+    prompts = random_prompts(3, 40)
     llm = on_gpu(target_folder, target_folder, **given)
     expected = plain_answers(target_folder, prompts, GREEDY, SAMPLED, **given)
     with logged_steps(llm) as log:
         assert [answers(llm, prompts, **one) for one in (GREEDY, SAMPLED)] == expected
-    assert log.num_drafts > 150
+    assert log.num_drafts > 25
     assert log.acceptance_rate == 1.0
-    num_placed = sum(len(step.new_rows) for step, _ in log.steps)
-    assert (num_placed > 2 * len(prompts)) == ("num_gpu_blocks_override" in settings)
-    assert any(step.swap_in for step, _ in log.steps) == ("swap_space" in settings)
+    assert sum(len(step.new_rows) for step, _ in log.steps) > 2 * len(prompts)
+    assert any(step.swap_in for step, _ in log.steps)
     llm.shutdown()
 
 
-@pytest.mark.parametrize("method", MAKE)
-def test_drafts_end_with_the_context(on_gpu, tmp_path, target, target_folder, method):
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_drafts_end_with_the_context(request, tmp_path, target, target_folder, method):
+    on_gpu = request.getfixturevalue("on_gpu")
     drafter, _ = MAKE[method](target, tmp_path / "drafter")
     given = {"max_model_len": 48, "async_scheduling": True}
     llm = on_gpu(target_folder, drafter, method, MOST, **given)
     prompts = [
-        one[:length] for length, one in zip((47, 46, 44, 30), random_prompts(4, 47), strict=True)
+        one[:length] for length, one in zip((47, 46, 44, 40), random_prompts(4, 47), strict=True)
     ]
     params = GREEDY | {"max_tokens": None}
     (expected,) = plain_answers(target_folder, prompts, params, **given)
-    assert [len(one.token_ids) for one in expected] == [1, 2, 4, 18]
+    assert [len(one.token_ids) for one in expected] == [1, 2, 4, 8]
     assert answers(llm, prompts, **params) == expected
     llm.shutdown()
 
 
 def test_drafts_stop_where_the_drafters_positions_end(on_gpu, target_folder, tmp_path):
-    model = make_model("GPT2", {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 48}, 2)
-    shrink_unlikely(model.lm_head.weight, LIKELY)
-    reference, prompts = OtherModel(model, 48), random_prompts(3, 30)
-    llm = on_gpu(target_folder, save(model, tmp_path), async_scheduling=False)
-    params = GREEDY | {"max_tokens": 40}
+    changes = {"num_hidden_layers": 1, "hidden_size": 32, "max_position_embeddings": 48}
+    shrink_unlikely(save_llama(tmp_path, seed=2, **changes), LIKELY)
+    reference, prompts = OtherModel(Llama(tmp_path), 48), random_prompts(2, 38)
+    llm = on_gpu(target_folder, tmp_path, async_scheduling=False)
+    params = GREEDY | {"max_tokens": 16}
     (expected,) = plain_answers(target_folder, prompts, params)
     with logged_steps(llm) as log:
         assert answers(llm, prompts, **params) == expected
-    assert require_drafts(log, reference) > 60
-    assert log.num_accepted > 10
+    assert require_drafts(log, reference) > 15
+    assert log.num_accepted > 1
     llm.shutdown()
 
 
@@ -233,15 +226,26 @@ def test_steps_draft_only_for_steps_that_verify(
     monkeypatch.setattr(StepCosts, "useful", useful)
     llm = drafting_engine(target_folder, target_folder, async_scheduling=is_async, **SETTINGS)
     with logged_steps(llm) as log:
-        answers(llm, random_prompts(2), **GREEDY | {"max_tokens": 100})
+        answers(llm, random_prompts(2), **GREEDY | {"max_tokens": 30})
     asked = [step.drafts for step, _ in log.steps]
-    assert asked.count(False) > 10
-    assert asked.count(True) > 10
-    assert log.num_drafts > 40
+    assert asked.count(False) > 2
+    assert asked.count(True) > 4
+    assert log.num_drafts > 20
     assert log.acceptance_rate == 1.0
     for step, output in log.steps:
         assert (output.drafts >= 0).any() == step.drafts
     llm.shutdown()
+
+
+class Greedy(Target):
+    """A model of Transformers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        return self.model(torch.tensor([tokens])).logits[0]
 
 
 def test_a_drafter_that_may_wait_for_the_gpu_is_not_captured(
@@ -249,20 +253,21 @@ def test_a_drafter_that_may_wait_for_the_gpu_is_not_captured(
 ):
     """Transformers computes it. The steps of the model are graphs."""
     model = make_model("Cwm", LLAMA | {"num_hidden_layers": 1}, 2)
-    shrink_unlikely(model.lm_head.weight, LIKELY)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(shrunk(model.lm_head.weight, LIKELY))
 
     def refuse(*_: object) -> None:
         raise AssertionError("the drafter was captured")
 
     monkeypatch.setattr("toolkit.worker.gpu.cuda_drafter.capture", refuse)
     llm = on_gpu(target_folder, save(model, tmp_path))
-    assert llm._core.executor._worker.runner._graphs
-    prompts = random_prompts(3, 30)
+    assert engines.graphs(llm)
+    prompts = random_prompts(2, 30)
     (expected,) = plain_answers(target_folder, prompts, GREEDY)
     with logged_steps(llm) as log:
         assert answers(llm, prompts, **GREEDY) == expected
-    assert require_drafts(log, OtherModel(model)) > 10
-    assert log.num_accepted > 5
+    assert require_drafts(log, OtherModel(Greedy(model))) > 10
+    assert log.num_accepted > 3
     llm.shutdown()
 
 
@@ -300,7 +305,7 @@ def test_drafts_on_a_gpu(
     drafter, reference = MAKE[method](target, tmp_path / "drafter")
     given = {"max_num_batched_tokens": 64, "enforce_eager": enforce_eager}
     llm = gpu_engine(target_folder, drafter, method, num_gpu_blocks_override=256, **given)
-    drafter_graphs = llm._core.executor._worker.runner.draft_runner._observing
+    drafter_graphs = engines.runner(llm).draft_runner._observing
     assert bool(drafter_graphs) == (not enforce_eager)
     prompts = random_prompts(8, 60)
     with logged_steps(llm) as log:
@@ -333,7 +338,7 @@ def test_a_drafters_memory_is_measured(target_folder, plain_gpu_answers):
     llm = gpu_engine(target_folder, target_folder, "draft_model", gpu_memory_utilization=0.3)
     with logged_steps(llm) as log:
         assert gpu_answers(llm) == plain_gpu_answers
-    info = llm._core.info
+    info = engines.core(llm).info
     used = torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1]
     llm.shutdown()
     assert info.num_blocks > 1000

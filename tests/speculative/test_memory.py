@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import engines
 from tests.speculative.conftest import Rerun
 from tests.speculative.drafting import drafting_engine, save_llama
 from tests.speculative.test_eagle import LAYERS, eagle3_tensors, eagle_tensors, write
@@ -36,7 +37,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(model: Path, speculation: dict[str, object], **more: object) -> tuple[LLM, CudaRunner]:
     settings = LIMITS | {"speculative_config": speculation, "attention_backend": "torch"} | more
     llm = drafting_engine(model, None, **settings)
-    runner = llm._core.executor._worker.runner
+    runner = engines.runner(llm)
     assert isinstance(runner, CudaRunner)
     return llm, runner
 
@@ -108,5 +109,5 @@ def test_all_graphs_of_a_drafter_are_counted(
     llm, runner = start(target_folder, speculation, **settings)
     taken = captures.taken
     runner.close()
-    assert WarmUp(runner, llm._core.executor._worker.info, 3).graph_bytes() == taken > 0
+    assert WarmUp(runner, engines.worker(llm).info, 3).graph_bytes() == taken > 0
     llm.shutdown()

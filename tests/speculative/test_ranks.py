@@ -6,26 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
+from tests import engines
 from tests.speculative import test_differential as differential
 from tests.speculative.drafting import SETTINGS, answers, save_llama
 from tests.speculative.near_ties import require_equal_or_near_ties
+from tests.speculative.plain import Llama
 from toolkit import LLM
 from toolkit.engine.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 CASES = {
-    "greedy": {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1},
-    "sampled": {"temperature": 0.3, "seed": 3, "max_tokens": 40, "repetition_penalty": 1.1},
+    "greedy": {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1},
+    "sampled": {"temperature": 0.3, "seed": 3, "max_tokens": 16, "repetition_penalty": 1.1},
 }
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 
 
 def count_drafts(llm: LLM) -> list[int]:
     """Return the numbers of drafts and of accepted ones, which grow with each step."""
-    take, total = llm._core.scheduler.take_stats, [0, 0]
+    take, total = engines.scheduler(llm).take_stats, [0, 0]
 
     def counting():
         stats = take()
@@ -33,7 +34,7 @@ def count_drafts(llm: LLM) -> list[int]:
         total[1] += stats.spec_decode_num_accepted_tokens
         return stats
 
-    llm._core.scheduler.take_stats = counting
+    engines.scheduler(llm).take_stats = counting
     return total
 
 
@@ -44,7 +45,8 @@ def test_answers_are_those_of_one_rank_without_drafts(tmp_path: Path, sharded: s
     plain = LLM(str(folder), **SETTINGS)
     expected = [answers(plain, prompts, **params) for params in CASES.values()]
     plain.shutdown()
-    llm = LLM(str(folder), **SETTINGS, **{sharded: 2}, speculative_config=NGRAM)
+    given = SETTINGS | {"max_num_seqs": 4, sharded: 2}  # at startup, few steps are measured
+    llm = LLM(str(folder), **given, speculative_config=NGRAM)
     total = count_drafts(llm)
     assert [answers(llm, prompts, **params) for params in CASES.values()] == expected
     llm.shutdown()
@@ -79,11 +81,10 @@ def test_drafts_change_nothing_on_two_gpus(tmp_path: Path, sharded: str, enforce
 
     expected = run(LLM(str(folder), **settings))
     llm = LLM(str(folder), **settings, speculative_config=NGRAM)
-    assert bool(llm._core.info.verify_seconds) == (not enforce_eager)
+    assert bool(engines.core(llm).info.verify_seconds) == (not enforce_eager)
     total = count_drafts(llm)
     found = run(llm)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     both = params + params[:num_alone]
-    assert require_equal_or_near_ties(model, both, expected, found) <= len(both) // 40
+    assert require_equal_or_near_ties(Llama(folder), both, expected, found) <= len(both) // 40
     assert total[0] > 300
     assert 0.02 < total[1] / total[0] < 1
