@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from tests import checkpoints
-from tests.lora.conftest import Adapter
 from tests.local import LocalServer
+from tests.lora.conftest import Adapter
 from tests.server import Server
 
 COUNT = 12
