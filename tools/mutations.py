@@ -223,7 +223,7 @@ def _first_failure(folder: Path, paths: Iterable[str]) -> str:
         text = output.read()
     if code == 0:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
     if failed is None and code != 1:  # not a verdict of tests
         raise UnusableError(f"pytest ended with exit code {code}:\n{text[-2000:]}")
     return failed[1] if failed is not None else f"exit code {code}"
