@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import types
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,31 +261,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
-    if not config.option.all_cases:
-        others = _others_in_interpreter(items)
-        config.hook.pytest_deselected(items=[item for item in items if item in others])
-        items[:] = [item for item in items if item not in others]
+    others = _others_in_interpreter(config, items)
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all-cases",
-        action="store_true",
-        help="run all cases of tests in Triton's interpreter, not a third of each",
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "on_cpu(*ids): without a GPU, run only these cases of the test"
     )
 
 
-def _others_in_interpreter(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return all but a third of the cases of each test in Triton's interpreter. GPUs run all.
+def _others_in_interpreter(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that only GPUs run: those that the test's mark `on_cpu` does not name.
 
-    The same ones in every run, and without regard to the order of parameters."""
-    cases: dict[str, list[pytest.Item]] = {}
+    A test that the command line names with `::` runs all its cases."""
+    if any("::" in argument for argument in config.args):
+        return set()
+    cases: dict[str, dict[str, pytest.Item]] = {}
     for item in items:
-        is_interpreted = "triton_runs" in getattr(item, "fixturenames", ())
-        if is_interpreted and not item.get_closest_marker("gpu"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if item.get_closest_marker("on_cpu"):
+            cases.setdefault(item.nodeid.partition("[")[0], {})[item.callspec.id] = item
     others: set[pytest.Item] = set()
-    for group in cases.values():
-        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        others.update(group[max(1, len(group) // 3) :])
+    for name, group in cases.items():
+        wanted = set(next(iter(group.values())).get_closest_marker("on_cpu").args)
+        if missing := wanted - group.keys():
+            raise pytest.UsageError(f"{name}: on_cpu names cases that do not exist: {missing}")
+        others.update(item for case, item in group.items() if case not in wanted)
     return others

@@ -23,6 +23,11 @@ class Join(NamedTuple):
     post: str = ""
     scale: float = 1.0
 
+    def __str__(self) -> str:
+        words = {"residual": self.residual, "other": self.other, f"post {self.post}": self.post}
+        named = [word for word, is_on in words.items() if is_on]
+        return " and ".join([*self.norms, *named, f"{self.scale:g}"])
+
 
 JOINS = [
     Join(),

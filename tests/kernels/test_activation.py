@@ -42,6 +42,14 @@ def test_reference_equals_the_formula(kind):
     )
 
 
+@pytest.mark.on_cpu(
+    "(1, 1)-torch.bfloat16-silu",
+    "(1, 1)-torch.bfloat16-relu",
+    "(1, 1)-torch.bfloat16-relu2",
+    "(3, 100)-torch.float16-gelu",
+    "(2, 1024)-torch.float32-gelu_tanh",
+    "(5, 2500)-torch.bfloat16-gelu_quick",
+)
 @pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize(
     ("shape", "dtype"),

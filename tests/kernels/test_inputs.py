@@ -54,6 +54,7 @@ def test_reference_copies_runs():
     assert target.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 4, 5, 0]]
 
 
+@pytest.mark.on_cpu("padding0-0", "padding0-3", "padding1-1", "padding2-2")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("padding", [(0, 0), (3, 17), (130, 70)])
 def test_expand_inputs_equals_reference(inputs, device, seed, padding):

@@ -55,6 +55,7 @@ def test_fp8_products_run(calls, make, monkeypatch, gated):
     assert make.random(2, 2).dtype == torch.bfloat16
 
 
+@pytest.mark.on_cpu("lens0-0", "lens0-9", "lens0-30", "lens1-1", "lens2-4")
 @pytest.mark.parametrize("window", [0, 1, 4, 9, 30])
 @pytest.mark.parametrize("lens", [((1, 9), (1, 1)), ((9, 9),), ((3, 10), (1, 5), (2, 2))])
 def test_attention_counts_pairs_and_keys_inside_the_window(calls, window, lens):
@@ -81,6 +82,7 @@ def expert_calls(triton, monkeypatch):
     return experts
 
 
+@pytest.mark.on_cpu("20")
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_layers_of_experts_equal_the_librarys(expert_calls, device, tokens):
     shape = expert_calls.Shape("", hidden=32, experts=6, chosen=2, size=16)
@@ -103,6 +105,7 @@ def test_work_of_experts_is_counted(expert_calls):
     assert shape.flops(5) == 5 * 2 * 2 * shape.elements
 
 
+@pytest.mark.on_cpu("64-int4")
 @pytest.mark.parametrize(
     ("tokens", "kind"), [(8, "fp8"), (64, "int4"), (64, "fp8-blocks"), (2048, "fp8")]
 )

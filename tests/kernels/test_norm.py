@@ -52,6 +52,20 @@ def test_reference_equals_pytorch(join, dtype):
         )
 
 
+@pytest.mark.on_cpu(
+    "1-1-torch.float16-rms and residual and 1",
+    "3-7-torch.float32-rms and residual and 1",
+    "3-7-torch.float32-layer and residual and 0.3",
+    "3-7-torch.float32-rms and rms and residual and other and post biased and -2",
+    "1-768-torch.bfloat16-biased and residual and 1",
+    "1-768-torch.bfloat16-layer wide and rms and residual and other and 1",
+    "1-768-torch.bfloat16-residual and 1",
+    "2-1000-torch.float16-rms wide and 1",
+    "2-1000-torch.float16-biased and biased wide and residual and 1",
+    "2-1000-torch.float16-residual and post layer and 0.5",
+    "2-16384-torch.float32-biased and 1",
+    "2-16384-torch.float32-rms wide and residual and post rms wide and 1",
+)
 @pytest.mark.parametrize("join", JOINS, ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "size", "dtype"),

@@ -19,6 +19,50 @@ TABLE = TOOLKIT.parent / "kernels" / "table.py"
 IMPORTS_ALLOWED = {"doctor/probe.py"}
 """Modules that may import a Triton kernel: the probe compiles one in a new process."""
 
+CONTRACTS = {
+    "product": "products/test_products.py::test_product_equals_the_reference",
+    "product_add_norm": "products/test_linear.py::test_norms_between_products",
+    "fp8_product": "products/test_fp8.py::test_products_of_any_size_and_dtype",
+    "fp8_block_product": "products/test_fp8_blocks.py::test_product_of_rounded_rows_is_exact",
+    "grouped_product": "products/test_grouped.py::test_product_equals_that_with_the_dense_weight",
+    "grouped_add_norm": "products/test_epilogue.py::test_formats_share_every_end",
+    "add_delta": "products/test_lora.py::test_add_delta_ends_any_product",
+    "add_rows": "products/test_lora.py::test_rows_of_a_table_get_what_their_adapters_add",
+    "arrange_groups": "products/test_grouped.py::test_expanded_weight_is_exact",
+    "expand_groups": "products/test_grouped.py::test_expanded_weight_is_exact",
+    "route": "experts/test_routing.py::test_experts_and_weights",
+    "layer_of_experts": "experts/test_experts.py::test_sizes_and_types",
+    "join": "test_norm.py::test_triton_equals_reference",
+    "rms_norm_rows": "test_norm.py::test_rows_are_normed_in_place",
+    "soft_cap_": "test_activation.py::test_logits_are_capped_in_place",
+    "embed_shard": "test_embedding.py::test_rows_of_other_shards_are_zeros",
+    "qk_norm_rope_write": "attention/test_rotary.py::test_every_transform_of_every_head_size",
+    "paged_attention": "attention/test_attention.py::test_windows_caps_and_sinks",
+    "decode_attention": "attention/test_decode_attention.py::test_a_token_and_its_drafts",
+    "penalize": "sampling/test_sampling.py::test_penalties_equal_reference",
+    "mask_logits": "sampling/test_bitmask.py::test_triton_equals_reference",
+    "sample": "sampling/test_sampling.py::test_rows_with_and_without_filters",
+    "gather_logits": "sampling/test_sampling.py::"
+    "test_rows_of_logits_are_gathered_and_their_tokens_scattered",
+    "scatter": "sampling/test_sampling.py::"
+    "test_rows_of_logits_are_gathered_and_their_tokens_scattered",
+    "logprobs": "sampling/test_sampling.py::test_logprobs_equal_reference",
+    "copy_runs": "test_inputs.py::test_copy_runs_equals_reference",
+    "expand_inputs": "test_inputs.py::test_expand_inputs_equals_reference",
+    "locate_points": "sampling/test_drafts.py::test_kernels_equal_reference",
+    "accept_drafts": "sampling/test_drafts.py::test_kernels_equal_reference",
+    "look_up_drafts": "sampling/test_drafts.py::test_kernels_equal_reference",
+    "draft_inputs": "sampling/test_drafts.py::test_inputs_before_drafts_equal_reference",
+}
+"""The test that compares a computing entry with its reference, also without a GPU."""
+ON_SEVERAL_GPUS = {"peer_buffer_bytes", "make_peers", "release_peers", "sums", "all_gather"}
+"""Entries that read other GPUs' memory: `tests/distributed/test_symmetric.py`."""
+NOT_COMPUTING = {
+    *("fuses_norm", "fuses_grouped_norm", "factors", "empty_groups", "choosing_products"),
+    *("rank_block", "row_classes", "more_row_classes", "min_choice_tokens"),
+    *("compiled_side_by_side", "late_compilations"),
+}
+
 
 @pytest.fixture
 def kernels() -> Kernels:
@@ -52,6 +96,18 @@ def test_every_member_is_used(kernels):
     assert {name for name in vars(kernels) if not re.search(rf"kernels\.{name}\b", source)} == set()
 
 
+def test_every_computing_entry_has_a_contract_test(kernels):
+    assert set(vars(kernels)) - NOT_COMPUTING - ON_SEVERAL_GPUS == set(CONTRACTS)
+    for place in set(CONTRACTS.values()):
+        file, _, name = place.partition("::")
+        module = ast.parse((Path(__file__).parent / file).read_text())
+        (test,) = (
+            one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == name
+        )
+        marks = [ast.unparse(mark) for mark in test.decorator_list]
+        assert not {"gpu", "pytest.mark.gpu"} & set(marks), place
+
+
 def test_cpus_have_no_kernels():
     assert kernels_for(torch.device("cpu")) is None
 
@@ -77,8 +133,10 @@ def triton_imports(node: ast.AST) -> list[str]:
 
 
 def test_only_the_table_imports_triton_kernels():
+    sources = {path: path.read_text() for path in TOOLKIT.rglob("*.py")}
     found = {
-        str(path.relative_to(TOOLKIT)): triton_imports(ast.parse(path.read_text()))
-        for path in TOOLKIT.rglob("*.py")
+        str(path.relative_to(TOOLKIT)): triton_imports(ast.parse(source))
+        for path, source in sources.items()
+        if re.search(r"toolkit\.kernels", source)
     }
     assert {name for name, imports in found.items() if imports} == IMPORTS_ALLOWED

@@ -122,6 +122,7 @@ def answers(checkpoint, folders: dict[str, Path], base: str, names: list[str], *
     return runner, found, torch.tensor(chances)
 
 
+@pytest.mark.on_cpu("True")
 @pytest.mark.parametrize("drafts", [False, True])
 def test_the_gpu_runner_adapts_as_the_cpu_runner(adapter, checkpoint, use_gpu_runner, drafts: bool):
     """Chunks of prompts and mixed batches: the last layer's end computes fewer rows than tokens.
@@ -139,6 +140,7 @@ def test_the_gpu_runner_adapts_as_the_cpu_runner(adapter, checkpoint, use_gpu_ru
     torch.testing.assert_close(actual[2], expected[2], rtol=0, atol=1e-4)
 
 
+@pytest.mark.on_cpu("ends-True")
 @pytest.mark.parametrize(("name", "drafts"), [("ends", False), ("ends", True), ("tied", False)])
 def test_embeddings_and_head_adapt_as_on_a_cpu(
     adapter, checkpoint, use_gpu_runner, name: str, drafts: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import toolkit
+from tests import builds
 
 ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -79,15 +81,24 @@ def without_compiler(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def built(tree: Path, fast_compiler: dict[str, str]) -> tuple[Path, Path]:
     """Build (wheel, sdist), the wheel from the unpacked sdist to show missing files."""
-    out = tree / "dist"
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, tree, cwd=tree)
-    (sdist,) = out.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tree / "unpacked", filter="data")
-    (unpacked,) = (tree / "unpacked").iterdir()
-    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation")
-    run(*build, "--outdir", out, unpacked, cwd=tree, **fast_compiler)
-    (wheel,) = out.glob("*.whl")
+
+    def build_both(out: Path) -> None:
+        sdist_only = (sys.executable, "-m", "build", "--sdist", "--no-isolation")
+        run(*sdist_only, "--outdir", out, tree, cwd=tree)
+        (sdist,) = out.glob("*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            archive.extractall(tree / "unpacked", filter="data")
+        (unpacked,) = (tree / "unpacked").iterdir()
+        wheel_only = (sys.executable, "-m", "build", "--wheel", "--no-isolation")
+        run(*wheel_only, "--outdir", out, unpacked, cwd=tree, **fast_compiler)
+
+    copied = (path.relative_to(tree) for path in tree.rglob("*") if path.is_file())
+    sources = [ROOT / path for path in copied if path.parts[0] != "tests"]
+    tools = [importlib.metadata.version(name) for name in ("build", "setuptools", "wheel")]
+    out = builds.build(
+        "wheel", sources, (tools, sys.version, HAS_COMPILER, PREPROCESSOR), build_both
+    )
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return wheel, sdist
 
 

@@ -142,6 +142,7 @@ def test_random_weights_have_the_usual_spread():
     assert 0.015 < weight.dequantize().std().item() < 0.025
 
 
+@pytest.mark.on_cpu("1-200", "5-256", "40-200")
 @pytest.mark.parametrize("columns", [256, 200])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.usefixtures("interpreted")

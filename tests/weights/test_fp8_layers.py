@@ -139,6 +139,13 @@ def exact_and_quantized(tokens, size, in_features, device, dtype, activation, ga
     return x, bias, exact, weight
 
 
+@pytest.mark.on_cpu(
+    "1-(64, 96)-(None, False)-torch.bfloat16",
+    "1-(48, 40)-('gelu_tanh', False)-torch.float16",
+    "16-(30, 64)-('gelu_tanh', False)-torch.bfloat16",
+    "17-(48, 40)-('silu', True)-torch.bfloat16",
+    "100-(30, 64)-('silu', True)-torch.bfloat16",
+)
 @pytest.mark.parametrize(
     ("tokens", "sizes", "end", "dtype"),
     pairwise(
@@ -162,6 +169,7 @@ def test_products_are_close_to_those_of_exact_weights(device, tokens, sizes, end
         assert relative(y, rounded) < 0.01
 
 
+@pytest.mark.on_cpu("torch.bfloat16-True", "torch.float16-False")
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("interpreted")

@@ -86,6 +86,7 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
     return steps
 
 
+@pytest.mark.on_cpu("1")
 @pytest.mark.parametrize("seed", range(3))
 def test_inputs_equal_those_of_the_cpu_state(cuda_state, seed):
     rng = random.Random(seed)
@@ -136,6 +137,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.on_cpu("qwen3")
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_the_gpu_runner_samples_as_the_cpu_runner(checkpoint, triton_runs, monkeypatch, name):
     """Both use the same model and attention; inputs, sampling and state differ."""
@@ -169,6 +171,7 @@ def test_the_gpu_runner_samples_as_the_cpu_runner(checkpoint, triton_runs, monke
         )
 
 
+@pytest.mark.on_cpu("triton")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_warm_up_compiles_all_kinds_of_steps(checkpoint, triton_runs, monkeypatch, backend):
     """Nothing is compiled here, but steps that would compile run, if they are not padded."""

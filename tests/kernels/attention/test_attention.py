@@ -212,6 +212,14 @@ MIXED = ((1, 20), (5, 37), (6, 6), (1, 1))
 """A decode, a chunk after a prefix, a complete prompt, and a first token."""
 
 
+@pytest.mark.on_cpu(
+    "torch.float32-32-((1, 9), (1, 1), (1, 33))",
+    "torch.float16-64-((1, 9), (1, 1), (1, 33))",
+    "torch.bfloat16-80-((1, 9), (1, 1), (1, 33))",
+    "torch.bfloat16-96-((1, 20), (5, 37), (6, 6), (1, 1))",
+    "torch.float32-128-((1, 9), (1, 1), (1, 33))",
+    "torch.float32-256-((1, 9), (1, 1), (1, 33))",
+)
 @pytest.mark.parametrize(
     ("dtype", "head_size", "lens"),
     pairwise(DTYPES, [32, 64, 80, 96, 128, 256], [DECODE, MIXED]),
@@ -221,6 +229,12 @@ def test_every_head_size_and_dtype(triton_attention, device, dtype, head_size, l
     check(triton_attention, Case(lens, dtype=dtype, head_size=head_size), device)
 
 
+@pytest.mark.on_cpu(
+    "torch.float32-32-((1, 9), (1, 1), (1, 33))",
+    "torch.float16-80-((1, 9), (1, 1), (1, 33))",
+    "torch.bfloat16-128-((1, 9), (1, 1), (1, 33))",
+    "torch.bfloat16-256-((1, 20), (5, 37), (6, 6), (1, 1))",
+)
 @pytest.mark.parametrize(
     ("dtype", "head_size", "lens"), pairwise(DTYPES, [32, 80, 128, 256], [DECODE, MIXED]), ids=str
 )
@@ -241,12 +255,16 @@ def test_fp8_caches_accept_queries_beyond_fp16(triton_attention, device):
     assert out.isfinite().all()
 
 
+@pytest.mark.on_cpu("1-decode", "7-mixed", "16-decode", "32-decode", "256-decode")
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32, 256])
 def test_every_block_size(triton_attention, device, block_size, lens):
     check(triton_attention, Case(lens, block_size=block_size), device)
 
 
+@pytest.mark.on_cpu(
+    "3-3-mixed", "16-2-decode", "14-2-decode", "8-1-decode", "71-1-decode", "130-1-decode"
+)
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads"), [(3, 3), (8, 2), (16, 2), (14, 2), (8, 1), (71, 1), (130, 1)]
@@ -255,6 +273,13 @@ def test_every_head_grouping(triton_attention, device, heads, kv_heads, lens):
     check(triton_attention, Case(lens, heads=heads, kv_heads=kv_heads), device)
 
 
+@pytest.mark.on_cpu(
+    "((1, 9), (1, 1), (1, 33))-64-7-0-0.0-False",
+    "((1, 9), (1, 1), (1, 33))-80-16-1-0.5-True",
+    "((1, 20), (5, 37), (6, 6), (1, 1))-96-7-4-50.0-True",
+    "((1, 9), (1, 1), (1, 33))-256-16-100-50.0-False",
+    "((1, 9), (1, 1), (1, 33))-128-7-17-0.5-True",
+)
 @pytest.mark.parametrize(
     ("lens", "head_size", "block_size", "window", "cap", "sinks"),
     pairwise(
@@ -276,6 +301,7 @@ def test_windows_caps_and_sinks(
     check(triton_attention, case, device)
 
 
+@pytest.mark.on_cpu("63-0", "64-50", "65-0", "130-0")
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("query_len", [63, 64, 65, 130])
 def test_prompts_around_tile_sizes(triton_attention, device, query_len, window):
@@ -292,6 +318,7 @@ def test_bounds_may_exceed_the_lengths(triton_attention, device):
     assert_close(actual, reference.paged_attention(*inputs.arguments, **case.options))
 
 
+@pytest.mark.on_cpu("0", "1")
 @pytest.mark.parametrize("seed", range(6))
 def test_random_ragged_batches(triton_attention, device, seed):
     rng = random.Random(seed)
@@ -312,6 +339,7 @@ def test_random_ragged_batches(triton_attention, device, seed):
     check(triton_attention, case, device)
 
 
+@pytest.mark.on_cpu("1-0-0.0-False", "2-0-0.0-True", "3-0-2.0-False", "8-40-2.0-True")
 @pytest.mark.parametrize(
     ("splits", "window", "cap", "sinks"),
     pairwise([1, 2, 3, 8], [0, 40], [0.0, 2.0], [False, True]),
@@ -326,6 +354,7 @@ def test_key_splits_change_no_result(triton_attention, device, splits, window, c
     assert_close(out, reference.paged_attention(*inputs.arguments, **case.options))
 
 
+@pytest.mark.on_cpu("30")
 @pytest.mark.parametrize("window", [0, 30])
 def test_long_context_bounds_split_single_queries(triton_attention, device, monkeypatch, window):
     monkeypatch.setattr(triton_attention, "_num_multiprocessors", lambda device: 16)

@@ -102,6 +102,13 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
 SINGLES = ((1, 9), (1, 1), (1, 70), (1, 16), (1, 17))
 
 
+@pytest.mark.on_cpu(
+    "(3, 3)-0-0.0-False-1",
+    "(3, 3)-1-2.0-True-2",
+    "(14, 2)-40-0.0-True-5",
+    "(20, 1)-1-0.0-False-2",
+    "(16, 1)-1-0.0-True-1",
+)
 @pytest.mark.parametrize(
     ("heads", "window", "cap", "sinks", "splits"),
     pairwise([(3, 3), (14, 2), (16, 1), (20, 1)], [0, 1, 40], [0.0, 2.0], [False, True], [1, 2, 5]),
@@ -118,6 +125,14 @@ def test_groups_windows_caps_sinks_and_splits(
     check_fused(triton_attention, case, Fused(32, "rms", unstored=unstored), device)
 
 
+@pytest.mark.on_cpu(
+    "(64, 0)--False-0.0-(torch.float32, None)-1",
+    "(64, 0)-rms fp32-True-0.7-(torch.float16, None)-2",
+    "(80, 32)-rms last-True-0.7-(torch.float16, torch.float8_e4m3fn)-1",
+    "(96, 96)-centered fp32 per-head-False-0.7-(torch.bfloat16, torch.float8_e4m3fn)-1",
+    "(128, 64)-centered-True-0.7-(torch.bfloat16, None)-1",
+    "(256, 256)-centered last per-head-False-0.0-(torch.bfloat16, None)-1",
+)
 @pytest.mark.parametrize(
     ("sizes", "norm", "q_table", "clip", "dtypes", "splits"),
     pairwise(
@@ -260,6 +275,14 @@ def no_prefill(triton_attention, monkeypatch):
     monkeypatch.setattr(triton_attention, "prefill", lambda *_, **__: pytest.fail("not decode"))
 
 
+@pytest.mark.on_cpu(
+    "7-(4, 4)-(80, 5)-0-0.0-True-(torch.bfloat16, None)-5-True-True",
+    "2-(8, 1)-(128, 16)-3-2.0-True-(torch.float16, None)-1-True-True",
+    "2-(4, 4)-(80, 5)-40-0.0-False-(torch.float16, torch.float8_e4m3fn)-2-False-False",
+    "4-(14, 2)-(128, 16)-0-0.0-False-(torch.bfloat16, None)-1-False-False",
+    "2-(5, 1)-(32, 16)-1-0.0-False-(torch.float16, None)-1-False-False",
+    "16-(5, 1)-(32, 16)-0-0.0-False-(torch.float16, None)-1-False-False",
+)
 @pytest.mark.parametrize(
     ("most", "heads", "sizes", "window", "cap", "sinks", "dtypes", "splits", "indirect", "ordered"),
     pairwise(
@@ -299,6 +322,7 @@ def test_a_token_and_its_drafts(
     check_drafts(triton_attention, case, most, device, indirect=indirect)
 
 
+@pytest.mark.on_cpu("2-3")
 @pytest.mark.parametrize(("most", "splits"), [(2, 3), (4, 1), (7, 2)])
 def test_drafts_of_large_heads_in_fp32(
     triton_attention, device, monkeypatch, no_prefill, most, splits
@@ -343,6 +367,7 @@ def test_many_requests_with_drafts(
     check_drafts(triton_attention, case, most, device)
 
 
+@pytest.mark.on_cpu("16-64-dtype0-16", "16-128-dtype1-16", "8-256-dtype3-8")
 @pytest.mark.parametrize(
     ("heads", "head_size", "dtype", "most"),
     [
@@ -366,6 +391,7 @@ def test_many_rows_are_left_to_the_kernel_of_prompts(
     assert calls == ["decode", "prefill"]
 
 
+@pytest.mark.on_cpu("1-False", "2-True")
 @pytest.mark.parametrize("is_decode", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_one_query_has_its_own_kernels(triton_attention, device, monkeypatch, is_decode, splits):

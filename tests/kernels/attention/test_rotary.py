@@ -168,6 +168,7 @@ def test_reference_equals_transformers(rotary_size, norm, q_table, clip):
     torch.testing.assert_close(cache, expected, equal_nan=True)
 
 
+@pytest.mark.on_cpu("1-(3, 3)-0", "4-(1, 1)-0", "1-(14, 2)-32", "4-(71, 1)-0")
 @pytest.mark.parametrize(
     ("tokens", "heads", "rotary_size"),
     pairwise([1, 4], [(1, 1), (3, 3), (14, 2), (71, 1)], [32, 0]),
@@ -182,6 +183,14 @@ def test_every_head_grouping(rotary, device, tokens, heads, rotary_size):
     )
 
 
+@pytest.mark.on_cpu(
+    "(64, 0)--False-0.0-(torch.float32, None)",
+    "(64, 0)-rms fp32-True-0.7-(torch.float16, None)",
+    "(80, 32)-centered-False-0.7-(torch.bfloat16, None)",
+    "(96, 96)-centered fp32 per-head-False-0.0-(torch.float16, None)",
+    "(256, 256)-centered last per-head-False-0.7-(torch.float16, torch.float8_e4m3fn)",
+    "(128, 64)-rms last-False-0.0-(torch.bfloat16, torch.float8_e4m3fn)",
+)
 @pytest.mark.parametrize(
     ("sizes", "norm", "q_table", "clip", "dtypes"),
     pairwise(
@@ -199,6 +208,7 @@ def test_every_transform_of_every_head_size(rotary, device, sizes, norm, q_table
     check(rotary, case, device)
 
 
+@pytest.mark.on_cpu("1-True", "7-False", "16-True")
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 def test_every_cache_layout(rotary, device, block_size, heads_first):

@@ -4,6 +4,8 @@ import ctypes
 import os
 from typing import Any
 
+import pytest
+
 
 class SanitizedCDLL(ctypes.CDLL):
     """Loader that takes the sanitized library in place of the kernels' own."""
@@ -16,3 +18,23 @@ class SanitizedCDLL(ctypes.CDLL):
 
 # `library` always loads from its own folder, so this replaces the loader.
 ctypes.CDLL = SanitizedCDLL  # type: ignore[misc]
+
+
+def is_wanted(item: pytest.Item) -> bool:
+    """True for cases of the compiled variant, with two threads where a test counts them.
+
+    Draws by the thousand show probabilities: a few reach the same memory."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if item.path.stem == "overflow":
+        return True
+    return (
+        parameters.get("variant") == os.environ["SANITIZED_VARIANT"]
+        and parameters.get("num_threads") != 1
+        and item.name.partition("[")[0] != "test_draws_follow_the_probabilities"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others = [item for item in items if not is_wanted(item)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if is_wanted(item)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import builds
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.library import PATH
 
@@ -38,17 +39,22 @@ def test_arm_computes_the_same_numbers_as_this_machine(tmp_path):
     spec.loader.exec_module(build)
     flags = [*build.FLAGS, *build.WARNINGS, "-Werror", "-DTK_VARIANT=portable"]
 
-    def compiled(source: Path) -> str:
-        target = str(tmp_path / f"{source.stem}.o")
-        subprocess.run([CROSS, "-c", *flags, str(source), "-o", target], check=True)
-        return target
+    def compile_all(folder: Path) -> None:
+        def compiled(source: Path) -> str:
+            target = str(folder / f"{source.stem}.o")
+            subprocess.run([CROSS, "-c", *flags, str(source), "-o", target], check=True)
+            return target
 
-    with ThreadPoolExecutor(2) as threads:
-        objects = list(
-            threads.map(compiled, [*sorted(SOURCES.glob("*.cpp")), HERE / "portable.cpp"])
-        )
-    arm, here = str(tmp_path / "arm"), str(tmp_path / "here")
-    subprocess.run([CROSS, *objects, "-pthread", "-o", arm], check=True)
+        with ThreadPoolExecutor(2) as threads:
+            objects = list(threads.map(compiled, [*SOURCES.glob("*.cpp"), HERE / "portable.cpp"]))
+        subprocess.run([CROSS, *objects, "-pthread", "-o", str(folder / "arm")], check=True)
+        for name in objects:
+            Path(name).unlink()
+
+    sources = [*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), HERE / "portable.cpp"]
+    version = subprocess.run([CROSS, "--version"], capture_output=True, text=True).stdout
+    arm = str(builds.build("arm", sources, (flags, version), compile_all) / "arm")
+    here = str(tmp_path / "here")
     library = [str(PATH), f"-Wl,-rpath,{PATH.parent}", "-pthread"]
     subprocess.run(
         ["g++", "-std=c++17", str(HERE / "portable.cpp"), *library, "-o", here], check=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -156,17 +157,42 @@ def test_calls_of_other_threads_are_not_recorded(layers: Layers) -> None:
     )
 
 
-def test_recording_does_not_load_pytorchs_compiler() -> None:
-    """Compiling would delay the first answer by seconds."""
+@pytest.fixture(scope="module")
+def new_process() -> dict[str, bool]:
+    """Return what a new process finds, which records a call and then runs one after a fork."""
     code = """
-import sys, torch
+import json, os, sys, torch
+from toolkit.kernels import cpu
 from toolkit.kernels.cpu.linear import PackedLinear
 from toolkit.kernels.cpu.program import Recorder
-linear = PackedLinear(torch.ones(4, 4))
-Recorder().record(lambda: linear(torch.empty(1, 4)).as_strided((1, 2), (4, 1)))
-raise SystemExit("torch._dynamo" in sys.modules)
+cpu.set_num_threads(3)
+linear = PackedLinear(torch.ones(2000, 64))
+Recorder().record(lambda: linear(torch.empty(1, 64)).as_strided((1, 2), (4, 1)))
+has_compiler = "torch._dynamo" in sys.modules
+linear(torch.ones(1, 64))
+child = os.fork()
+if child == 0:
+    right = cpu.num_threads() == 1 and linear(torch.ones(1, 64)).eq(64).all()
+    os._exit(0 if right else 1)
+is_right = os.waitpid(child, 0)[1] == 0
+print(json.dumps({"has compiler": has_compiler, "fork is right": is_right}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120
+        [sys.executable, "-c", code],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
-    assert done.returncode == 0
+    return json.loads(done.stdout)
+
+
+def test_recording_does_not_load_pytorchs_compiler(new_process: dict[str, bool]) -> None:
+    """Compiling would delay the first answer by seconds."""
+    assert not new_process["has compiler"]
+
+
+def test_kernels_run_in_a_forked_process(new_process: dict[str, bool]) -> None:
+    """Forked from a new process, because PyTorch's threads of other tests do not survive a fork."""
+    assert new_process["fork is right"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -74,24 +71,3 @@ def test_idle_threads_use_no_cpu_time():
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.05
-
-
-def test_kernels_run_in_a_forked_process():
-    """Forked from a new process, because PyTorch's threads of other tests do not survive a fork."""
-    code = """
-import os, torch
-from toolkit.kernels import cpu
-from toolkit.kernels.cpu.linear import PackedLinear
-cpu.set_num_threads(3)
-linear = PackedLinear(torch.ones(2000, 64))
-linear(torch.ones(1, 64))
-child = os.fork()
-if child == 0:
-    right = cpu.num_threads() == 1 and linear(torch.ones(1, 64)).eq(64).all()
-    os._exit(0 if right else 1)
-raise SystemExit(os.waitpid(child, 0)[1])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=60
-    )
-    assert done.returncode == 0

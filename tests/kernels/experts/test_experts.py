@@ -271,6 +271,14 @@ def test_reference_equals_a_plain_product_for_one_expert():
 # Triton: compiled if there is a GPU, else interpreted
 
 
+@pytest.mark.on_cpu(
+    "torch.float32-(128, 64, 8, 2)-1--silu",
+    "torch.float16-(1, 1, 2, 2)-1-mxfp4-clamped_swiglu",
+    "torch.bfloat16-(1, 1, 2, 2)-2--interleaved",
+    "torch.float32-(33, 19, 6, 1)-33--clamped_swiglu",
+    "torch.bfloat16-(48, 80, 4, 3)-1-fp8-interleaved",
+    "torch.float32-(1, 1, 2, 2)-11-fp8-silu",
+)
 @pytest.mark.parametrize(
     ("dtype", "sizes", "tokens", "kind", "end"),
     pairwise(
@@ -294,6 +302,14 @@ def test_sizes_and_types(kernels, device, dtype, sizes, tokens, kind, end):
     check(kernels, make(case, device))
 
 
+@pytest.mark.on_cpu(
+    "fp8 blocks-(384, 128, 5, 3)-7-torch.bfloat16-clamped_swiglu",
+    "int4-(128, 128, 8, 2)-16-torch.bfloat16-interleaved",
+    "int4 with offsets-(64, 64, 4, 2)-33-torch.bfloat16-silu",
+    "int8-(256, 192, 3, 1)-1-torch.bfloat16-interleaved",
+    "int4-(64, 64, 4, 2)-150-torch.float16-clamped_swiglu",
+    "fp8 blocks-(64, 64, 4, 2)-1-torch.float16-silu",
+)
 @pytest.mark.parametrize(
     ("kind", "sizes", "tokens", "dtype", "end"),
     pairwise(
@@ -313,6 +329,11 @@ def test_scales_of_groups_and_blocks(kernels, device, kind, sizes, tokens, dtype
     check(kernels, make(case, device))
 
 
+@pytest.mark.on_cpu(
+    "-(384, 64, 3, 1)-torch.float16-silu",
+    "-(128, 192, 5, 3)-torch.bfloat16-clamped_swiglu",
+    "fp8-(384, 64, 3, 1)-torch.bfloat16-interleaved",
+)
 @pytest.mark.parametrize(
     ("kind", "sizes", "dtype", "end"),
     pairwise(
@@ -336,12 +357,14 @@ def test_one_token_in_registers(kernels, device, monkeypatch, kind, sizes, dtype
     check(kernels, call)
 
 
+@pytest.mark.on_cpu("1-gelu_tanh", "5-relu", "20-gelu_tanh")
 @pytest.mark.parametrize("kind", ["gelu_tanh", "relu"])
 @pytest.mark.parametrize("tokens", [1, 5, 20])
 def test_activations(kernels, device, tokens, kind):
     check(kernels, make(Case(tokens, 32, 16, 4, 2, kind), device))
 
 
+@pytest.mark.on_cpu("8-", "16-fp8", "64-", "128-")
 @pytest.mark.parametrize("kind", ["", "fp8"])
 @pytest.mark.parametrize("tokens", [8, 16, 64, 128])
 def test_wide_and_narrow_tiles(kernels, device, tokens, kind):
@@ -351,6 +374,7 @@ def test_wide_and_narrow_tiles(kernels, device, tokens, kind):
     check(kernels, call, tiles=tiles(kernels, tokens))
 
 
+@pytest.mark.on_cpu("64")
 @pytest.mark.parametrize("tokens", [64, 128])
 def test_large_blocks_of_fp8_weights_quantize_x(kernels, device, tokens):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -361,6 +385,7 @@ def test_large_blocks_of_fp8_weights_quantize_x(kernels, device, tokens):
     assert (y - reference.experts(**call)).norm() > 0.015 * y.norm()
 
 
+@pytest.mark.on_cpu("3-True", "40-False")
 @pytest.mark.parametrize("in_tile", [True, False])
 @pytest.mark.parametrize("experts", [3, 40])
 def test_few_tokens_with_and_without_blocks(kernels, device, experts, in_tile):
@@ -369,6 +394,7 @@ def test_few_tokens_with_and_without_blocks(kernels, device, experts, in_tile):
     check(kernels, call, tiles=tiles(kernels, 16 if in_tile else 8))
 
 
+@pytest.mark.on_cpu("first-1", "first-16", "first-40", "first-70", "last-5")
 @pytest.mark.parametrize("tokens", [1, 5, 16, 40, 70])
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_all_tokens_to_one_expert(kernels, device, which, tokens):
@@ -387,6 +413,7 @@ def test_experts_without_tokens_are_not_read(kernels, device, tokens):
     assert_close(compute(kernels, **call), expected)
 
 
+@pytest.mark.on_cpu("(6, 4)")
 @pytest.mark.parametrize("shape", [(1, 1), (6, 6), (6, 4), (40, 40), (40, 33)], ids=str)
 def test_padding_is_zero_and_does_not_spread(kernels, device, shape):
     """Rows of padding may hold anything, and so may the weights of choices without an expert."""
@@ -403,6 +430,7 @@ def test_padding_is_zero_and_does_not_spread(kernels, device, shape):
     assert_close(y, expected)
 
 
+@pytest.mark.on_cpu("5")
 @pytest.mark.parametrize("tokens", [5, 50])
 def test_a_token_does_not_depend_on_its_place(kernels, device, tokens):
     """Sums are in the order of choices, so the same tokens in another order have equal bits."""
@@ -417,6 +445,11 @@ def test_no_tokens_have_no_results(kernels, device):
     assert compute(kernels, **call).shape == (0, 32)
 
 
+@pytest.mark.on_cpu(
+    "torch.bfloat16-(2048, 768)-2-8",
+    "torch.float8_e4m3fn-(4096, 14336)-4-60",
+    "torch.int16-(2048, 768)-8-128",
+)
 @pytest.mark.parametrize("num_experts", [8, 60, 128])
 @pytest.mark.parametrize("chosen", [2, 4, 8])
 @pytest.mark.parametrize("sizes", [(2048, 768), (4096, 14336)], ids=str)

@@ -79,6 +79,14 @@ def computed(module: object, made: nn.Module, routing: Routing, x: Tensor) -> Te
     return module.experts(x, ids, weights, up, down, "silu")
 
 
+@pytest.mark.on_cpu(
+    "1-Mixtral",
+    "1-Qwen3, not normed",
+    "1-DeepSeek-V2",
+    "1-DeepSeek-V3",
+    "3-Phi-3.5-MoE",
+    "30-Qwen3",
+)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("tokens", [1, 3, 30])
 def test_layers_equal_those_of_transformers(triton, device, name, tokens):

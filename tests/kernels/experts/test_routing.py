@@ -93,6 +93,16 @@ def mixed_by_hand(logits: list[float], num_chosen: int) -> tuple[list[int], list
     return ids, weights
 
 
+def in_short(case: object) -> str:
+    """Return a case's name in a test's."""
+    if not (isinstance(case, tuple) and isinstance(case[0], Routing)):
+        return str(case)
+    how, size = case
+    groups = f" in {how.num_groups} groups" if how.num_groups > 1 else ""
+    return f"{how.scores} {how.num_chosen} of {size}{groups}"
+
+
+@pytest.mark.on_cpu("dtype0-2", "dtype0-40", "dtype1-16")
 @pytest.mark.parametrize("number", [2, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sparse_mixer(kernels, device, number, dtype):
@@ -111,8 +121,19 @@ def test_sparse_mixer(kernels, device, number, dtype):
     check(kernels.route(logits.to(device), routing), expected)
 
 
+@pytest.mark.on_cpu(
+    "softmax 8 of 128-False",
+    "softmax 2 of 8-True",
+    "softmax 1 of 1-False",
+    "sigmoid 4 of 24-False",
+    "softmax 6 of 40 in 8 groups-False",
+    "sigmoid 8 of 64 in 8 groups-False",
+    "sigmoid 3 of 18 in 3 groups-False",
+    "softmax 9 of 40 in 8 groups-False",
+    "softmax 16 of 512-False",
+)
 @pytest.mark.parametrize("is_biased", [False, True])
-@pytest.mark.parametrize("case", ROUTINGS, ids=str)
+@pytest.mark.parametrize("case", ROUTINGS, ids=in_short)
 def test_experts_and_weights(kernels, device, case, is_biased):
     routing, number = case
     torch.manual_seed(0)
@@ -126,10 +147,21 @@ def test_experts_and_weights(kernels, device, case, is_biased):
     check(kernels.route(logits.to(device), routing, moved), expected)
 
 
+@pytest.mark.on_cpu(
+    "softmax 8 of 128-False-torch.float32",
+    "softmax 2 of 8-False-torch.bfloat16",
+    "softmax 1 of 1-False-torch.float32",
+    "sigmoid 4 of 24-False-torch.float32",
+    "softmax 6 of 40 in 8 groups-False-torch.float32",
+    "sigmoid 8 of 64 in 8 groups-False-torch.float32",
+    "sigmoid 3 of 18 in 3 groups-True-torch.bfloat16",
+    "softmax 9 of 40 in 8 groups-False-torch.float32",
+    "softmax 16 of 512-False-torch.float32",
+)
 @pytest.mark.parametrize(
     ("case", "is_biased", "dtype"),
     pairwise(ROUTINGS, [False, True], [torch.float32, torch.bfloat16]),
-    ids=str,
+    ids=in_short,
 )
 def test_of_equal_scores_the_first_is_chosen(kernels, device, case, is_biased, dtype):
     """Logits have three values, and so have the biases: groups are equal too."""
@@ -157,7 +189,10 @@ def test_padding_has_no_experts(kernels, device):
         check((ids[[0, 2]], weights[[0, 2]]), routed_by_hand(logits[[0, 2]], routing, None))
 
 
-@pytest.mark.parametrize("case", [*ROUTINGS, (Routing(2, "sparsemixer"), 16)], ids=str)
+@pytest.mark.on_cpu(
+    "softmax 2 of 8", "sigmoid 4 of 24", "softmax 6 of 40 in 8 groups", "sparsemixer 2 of 16"
+)
+@pytest.mark.parametrize("case", [*ROUTINGS, (Routing(2, "sparsemixer"), 16)], ids=in_short)
 def test_experts_differ_even_if_logits_are_nan(kernels, device, case):
     """Places in memory depend on them."""
     routing, number = case
@@ -207,6 +242,7 @@ def blocks_of(blocks, num_tokens: int) -> dict[int, list[list[int]]]:
     return found
 
 
+@pytest.mark.on_cpu("1-(8, 2)-4", "5-(200, 1)-64", "700-(3, 3)-16", "40-(60, 4)-4")
 @pytest.mark.parametrize(
     ("tokens", "shape", "size"),
     pairwise([1, 5, 40, 700], [(8, 2), (60, 4), (3, 3), (200, 1)], [4, 16, 64]),
@@ -249,7 +285,7 @@ def test_ids_of_no_token_have_no_blocks(kernels, device):
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 64, 8192])
-@pytest.mark.parametrize("case", ROUTINGS, ids=str)
+@pytest.mark.parametrize("case", ROUTINGS, ids=in_short)
 def test_routes_of_many_tokens(kernels, device, case, tokens):
     routing, number = case
     torch.manual_seed(0)

@@ -204,6 +204,15 @@ ENDS = [
 SLOT_CASES = [None, (-1,), (2,), (0, -1, 2, 2, 1)]
 
 
+@pytest.mark.on_cpu(
+    "('plain', torch.float32)-{}-None-1",
+    "('int4', torch.bfloat16)-{'activation': 'silu', 'gated': True}-(-1,)-1",
+    "('plain', torch.float32)-{'unscaled': True, 'biased': False}-None-1",
+    "('plain', torch.bfloat16)-{'activation': 'silu', 'gated': True, 'unscaled': True}-None-2",
+    "('plain', torch.bfloat16)-{'normed': True}-(-1,)-2",
+    "('int4', torch.bfloat16)-{'normed': True, 'biased': False}-(2,)-3",
+    "('plain', torch.float32)-{'activation': 'gelu'}-(0, -1, 2, 2, 1)-1",
+)
 @pytest.mark.parametrize(
     ("weight", "end", "slots", "parts"),
     pairwise(
@@ -219,6 +228,12 @@ def test_formats_share_every_end(kernels, device, weight, end, slots, parts):
     check(kernels, device, Case(format, slots=slots, parts=parts, dtype=dtype, **end))
 
 
+@pytest.mark.on_cpu(
+    "(16, 2, 1, 1)-5-{'activation': 'silu', 'gated': True}",
+    "(64, 2, 1, 2)-5-{'normed': True}",
+    "(16, 2, 2, 2)-50-{'normed': True}",
+    "(8, 2, 4, 1)-20-{'activation': 'silu', 'gated': True}",
+)
 @pytest.mark.parametrize(
     ("tile", "tokens", "end"),
     pairwise(

@@ -108,6 +108,9 @@ def test_quantize_rounds_to_nearest(fp8, device):
     torch.testing.assert_close(found, nearest(x.cpu().flatten()), rtol=0, atol=0)
 
 
+@pytest.mark.on_cpu(
+    "torch.float32-1", "torch.float32-4096", "torch.float16-100", "torch.bfloat16-768"
+)
 @pytest.mark.parametrize("size", [1, 100, 768, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantize_equals_reference(fp8, device, dtype, size):
@@ -183,6 +186,13 @@ def check(fp8, case: Case, device: torch.device) -> None:
     assert_close(out, reference.linear_scaled(**call))
 
 
+@pytest.mark.on_cpu(
+    "torch.float16-(64, 768)-2",
+    "torch.float16-(1040, 1024)-1",
+    "torch.float16-(33, 100)-70",
+    "torch.bfloat16-(48, 2100)-16",
+    "torch.float32-(1, 1)-1",
+)
 @pytest.mark.parametrize(
     ("dtype", "sizes", "tokens"),
     pairwise(DTYPES, [(64, 768), (1040, 1024), (33, 100), (1, 1), (48, 2100)], [1, 2, 16, 70]),
@@ -194,6 +204,13 @@ def test_products_of_any_size_and_dtype(fp8, device, dtype, sizes, tokens):
     check(fp8, Case(tokens, *sizes, dtype=dtype), device)
 
 
+@pytest.mark.on_cpu(
+    "end0-1-256-True",
+    "end2-20-256-False",
+    "end5-3-256-True",
+    "end7-1-256-False",
+    "end9-3-1100-False",
+)
 @pytest.mark.parametrize(
     ("end", "tokens", "in_features", "biased"),
     pairwise(
@@ -208,6 +225,7 @@ def test_bias_activation_and_gate(fp8, device, end, biased, in_features, tokens)
     check(fp8, Case(tokens, 20, in_features, activation, gated, biased), device)
 
 
+@pytest.mark.on_cpu("768-2-True", "6000-12-False", "40000-20-True")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [2, 12, 20])
 @pytest.mark.parametrize("num_rows", [768, 6000, 40_000])

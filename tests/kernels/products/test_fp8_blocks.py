@@ -127,6 +127,14 @@ def test_reference_scales_each_group_of_128():
 # Rounding rows in groups
 
 
+@pytest.mark.on_cpu(
+    "torch.float32-1",
+    "torch.float32-300",
+    "torch.float32-768",
+    "torch.float32-4096",
+    "torch.float16-100",
+    "torch.bfloat16-128",
+)
 @pytest.mark.parametrize("size", [1, 100, 128, 300, 768, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_quantize_in_groups_equals_reference(kernels, device, dtype, size):
@@ -174,6 +182,15 @@ def test_two_parts_keep_nan_and_infinity(kernels, device):
 # x in 16 bits
 
 
+@pytest.mark.on_cpu(
+    "1-128-64-(None, False, True)-torch.bfloat16",
+    "8-128-1100-('gelu', False, False)-torch.bfloat16",
+    "70-256-4096-('silu', True, False)-torch.float16",
+    "1-384-1040-('silu', True, False)-torch.float16",
+    "16-128-384-('silu', True, True)-torch.bfloat16",
+    "1-128-2064-('gelu', False, False)-torch.bfloat16",
+    "2-128-128-('silu', True, True)-torch.bfloat16",
+)
 @pytest.mark.parametrize(
     ("tokens", "size", "columns", "end", "dtype"),
     pairwise(
@@ -194,6 +211,7 @@ def test_product_equals_that_with_the_dense_weight(
     check(out, call.expected())
 
 
+@pytest.mark.on_cpu("1-1", "1-200", "5-100")
 @pytest.mark.parametrize("rows", [1, 100, 200])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_last_block_of_rows_may_be_smaller(kernels, device, rows, tokens):
@@ -201,6 +219,7 @@ def test_last_block_of_rows_may_be_smaller(kernels, device, rows, tokens):
     check(kernels.fp8.linear(*call[:6]), call.expected())
 
 
+@pytest.mark.on_cpu("768-2-True", "6000-12-False", "40000-20-True")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [2, 12, 20])
 @pytest.mark.parametrize("num_rows", [768, 6000, 40_000])
@@ -214,6 +233,7 @@ def test_best_tiles_cover_every_size(kernels, device, num_rows, tokens, gated):
         check(out, call.expected())
 
 
+@pytest.mark.on_cpu("1-True", "2-False")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 12, 40])
 def test_adapters_are_added_to_products_of_few_rows(kernels, device, tokens, gated):
@@ -255,6 +275,16 @@ TILES = [
 ]
 
 
+@pytest.mark.on_cpu(
+    "None-17-128-128-(None, False, True)-torch.bfloat16",
+    "(32, 64, 3, 4, 1)-64-128-1040-('silu', True, False)-torch.float16",
+    "(16, 64, 3, 4, 1)-150-128-384-('gelu', False, False)-torch.float16",
+    "(128, 128, 3, 8, 1)-17-128-384-('silu', True, True)-torch.float16",
+    "(64, 128, 3, 4, 1)-33-256-1040-('silu', True, True)-torch.float16",
+    "None-300-128-2048-(None, False, True)-torch.bfloat16",
+    "(64, 64, 3, 4, 2)-17-128-128-('gelu', False, False)-torch.bfloat16",
+    "(32, 64, 3, 4, 3)-150-128-128-(None, False, True)-torch.bfloat16",
+)
 @pytest.mark.parametrize(
     ("tile", "tokens", "size", "columns", "end", "dtype"),
     pairwise(
@@ -278,6 +308,7 @@ def test_product_of_rounded_rows_is_exact(kernels, device, tile, tokens, size, c
     check(y, call.expected(x))
 
 
+@pytest.mark.on_cpu("False-17", "True-40", "True-64")
 @pytest.mark.parametrize("tokens", [17, 40, 64])
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_with_scales_of_rows(kernels, device, tokens, gated):
@@ -292,6 +323,7 @@ def test_products_with_scales_of_rows(kernels, device, tokens, gated):
     check(y, call.expected(x))
 
 
+@pytest.mark.on_cpu("20-1", "20-200", "200-100")
 @pytest.mark.parametrize("rows", [1, 100, 200])
 @pytest.mark.parametrize("tokens", [20, 200])
 def test_last_tile_of_rows_may_be_smaller(kernels, device, rows, tokens):
@@ -300,6 +332,7 @@ def test_last_tile_of_rows_may_be_smaller(kernels, device, rows, tokens):
     check(y, call.expected(x))
 
 
+@pytest.mark.on_cpu("None-20-True", "None-150-True", "(128, 128, 3, 8, 1)-64-False")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [20, 64, 150])
 @pytest.mark.parametrize("tile", [None, (128, 128, 3, 8, 1)], ids=str)
@@ -329,6 +362,7 @@ def test_products_are_close_to_those_of_exact_rows(
     assert error < ROUNDED
 
 
+@pytest.mark.on_cpu("1-False", "5-True")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [1, 5, 40, 150])
 def test_products_add_adapters(kernels, device, tokens, gated):

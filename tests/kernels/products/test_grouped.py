@@ -37,6 +37,10 @@ class Format:
     is_shifted: bool = False
     scale_type: torch.dtype = torch.float16
 
+    def __str__(self) -> str:
+        shifted = " with offsets" if self.is_shifted else ""
+        return f"int{self.bits} by {self.group}{shifted} {str(self.scale_type)[6:]}"
+
 
 FORMATS = [
     Format(4, 128),
@@ -85,6 +89,18 @@ def check(y: Tensor, expected: Tensor) -> None:
 ENDS = [(None, False, True), ("silu", True, False), ("gelu", False, True)]
 
 
+@pytest.mark.on_cpu(
+    "int4 by 128 float16-1-None-(None, False, True)-torch.bfloat16",
+    "int4 by 16 with offsets float16-130-(64, 3, 1, 1)-('gelu', False, True)-torch.float16",
+    "int8 by 16 with offsets float16-16-(64, 3, 1, 2)-(None, False, True)-torch.float16",
+    "int8 by 384 float32-7-None-('silu', True, False)-torch.float16",
+    "int4 by 64 bfloat16-33-(16, 2, 4, 1)-('silu', True, False)-torch.bfloat16",
+    "int4 by 32 with offsets float32-7-(16, 2, 2, 2)-('gelu', False, True)-torch.bfloat16",
+    "int4 by 384 float16-130-None-(None, False, True)-torch.bfloat16",
+    "int4 by 128 with offsets float16-33-None-(None, False, True)-torch.bfloat16",
+    "int8 by 32 float32-7-None-(None, False, True)-torch.bfloat16",
+    "int8 by 128 float16-1-(128, 2, 1, 1)-(None, False, True)-torch.bfloat16",
+)
 @pytest.mark.parametrize(
     ("format", "tokens", "tile", "end", "dtype"),
     pairwise(

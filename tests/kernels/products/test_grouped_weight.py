@@ -69,6 +69,7 @@ def test_weight_has_the_numbers_that_were_written(new_weight, layout):
     torch.testing.assert_close(weight.take(ids), dense[ids].bfloat16(), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.on_cpu("3-int4", "3-int4 with offsets", "3-int8", "300-int4 in another order")
 @each
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_products_are_those_of_the_plain_layout(new_weight, layout, tokens):

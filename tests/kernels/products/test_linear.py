@@ -76,6 +76,13 @@ def test_reference_equals_pytorch():
     )
 
 
+@pytest.mark.on_cpu(
+    "torch.float32-(64, 768)-1",
+    "torch.float16-(1040, 1024)-16",
+    "torch.bfloat16-(33, 100)-2",
+    "torch.float32-(1, 1)-1",
+    "torch.float32-(16, 2048)-7",
+)
 @pytest.mark.parametrize(
     ("dtype", "sizes", "tokens"),
     pairwise(DTYPES, [(64, 768), (16, 2048), (1040, 1024), (33, 100), (1, 1)], [1, 2, 7, 16]),
@@ -85,6 +92,12 @@ def test_sizes_and_dtypes(linears, device, dtype, sizes, tokens):
     check(linears, Case(tokens, *sizes, dtype=dtype), device)
 
 
+@pytest.mark.on_cpu(
+    "torch.float32-100-768-17",
+    "torch.float32-20-100-17",
+    "torch.float16-1-2048-40",
+    "torch.bfloat16-64-128-64",
+)
 @pytest.mark.parametrize("tokens", [17, 40, 64])
 @pytest.mark.parametrize(("size", "in_features"), [(64, 128), (100, 768), (1, 2048), (20, 100)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,6 +105,9 @@ def test_more_rows(linears, device, dtype, size, in_features, tokens):
     check(linears, Case(tokens, size, in_features, dtype=dtype), device)
 
 
+@pytest.mark.on_cpu(
+    "(1, 600)-16-True", "(2, 640)-32-True", "(4, 640)-64-False", "(3, 600)-16-False"
+)
 @pytest.mark.parametrize(
     ("split", "rows", "gated"),
     pairwise([(1, 600), (2, 640), (3, 600), (4, 640)], [16, 32, 64], [True, False]),
@@ -108,6 +124,7 @@ def test_tiles_split_over_programs(linears, device, gated, rows, split):
         assert_close(out, reference.linear(**call))
 
 
+@pytest.mark.on_cpu("True-8-4-2-1024", "True-8-4-13-640", "True-32-2-7-600", "False-16-2-30-80")
 @pytest.mark.parametrize(("tokens", "in_features"), [(2, 1024), (7, 600), (13, 640), (30, 80)])
 @pytest.mark.parametrize(("rows", "parts"), [(8, 4), (16, 2), (16, 4), (32, 2)])
 @pytest.mark.parametrize("gated", [True, False])
@@ -119,6 +136,14 @@ def test_tiles_split_over_warps(linears, device, gated, rows, parts, tokens, in_
     assert_close(out, reference.linear(**call))
 
 
+@pytest.mark.on_cpu(
+    "end0-1-256-True",
+    "end2-20-256-False",
+    "end5-3-256-True",
+    "end7-1-256-False",
+    "end9-3-1100-False",
+    "end10-1-256-True",
+)
 @pytest.mark.parametrize(
     ("end", "tokens", "in_features", "biased"),
     pairwise(
@@ -140,6 +165,7 @@ def test_bias_activation_and_gate(linears, device, end, biased, in_features, tok
     check(linears, Case(tokens, 20, in_features, activation, gated, biased), device)
 
 
+@pytest.mark.on_cpu("1000-2-True", "2304-12-True", "3072-40-False", "6000-20-False", "40000-2-True")
 @pytest.mark.parametrize(
     ("num_rows", "tokens", "gated"),
     pairwise([1000, 2304, 3072, 6000, 40_000], [2, 12, 20, 40], [True, False]),
@@ -180,6 +206,17 @@ def check_norm(linears, device, dtype, tokens, hidden, in_features, tile=None) -
     assert_close(linears.linear(unscaled, **following), reference.linear(expected, **following))
 
 
+@pytest.mark.on_cpu(
+    "64-16",
+    "64-32768",
+    "64-151936",
+    "512-1024",
+    "896-1025",
+    "1024-3072",
+    "2048-4096",
+    "4096-8448",
+    "14336-8449",
+)
 @pytest.mark.parametrize("num_rows", [16, 1024, 1025, 3072, 4096, 8448, 8449, 32768, 151936])
 @pytest.mark.parametrize("in_features", [64, 512, 896, 1024, 2048, 4096, 14336])
 def test_choices_are_equal_within_a_class_of_rows(linears, num_rows, in_features):
@@ -205,6 +242,13 @@ def test_choices_are_equal_within_a_class_of_rows(linears, num_rows, in_features
         assert choices(n) == choices(next(c for c in matmul.ROW_CLASSES if c >= n))
 
 
+@pytest.mark.on_cpu(
+    "2-(64, 128)-torch.float32",
+    "16-(64, 128)-torch.bfloat16",
+    "20-(64, 128)-torch.float32",
+    "64-(100, 600)-torch.bfloat16",
+    "7-(1030, 256)-torch.float32",
+)
 @pytest.mark.parametrize(
     ("tokens", "sizes", "dtype"),
     pairwise(
@@ -219,6 +263,14 @@ def test_norms_between_products(linears, device, dtype, sizes, tokens):
     check_norm(linears, device, dtype, tokens, hidden, in_features)
 
 
+@pytest.mark.on_cpu(
+    "(16, 2, 1, 1)-5",
+    "(64, 2, 1, 2)-5",
+    "(32, 2, 1, 3)-20",
+    "(8, 2, 4, 1)-50",
+    "(16, 2, 2, 1)-20",
+    "(16, 2, 2, 2)-5",
+)
 @pytest.mark.parametrize(
     ("tile", "tokens"),
     [
@@ -260,6 +312,7 @@ def test_unsupported_norms_between_products_are_errors(linears, device):
         add_norm(4, torch.bfloat16, (4, 8), square_sums=3)
 
 
+@pytest.mark.on_cpu("5", "20")
 @pytest.mark.parametrize("tokens", [1, 5, 20])
 def test_memory_around_the_inputs_does_not_affect_results(linears, device, tokens):
     """The rows before and after x and the weight are NaN."""

@@ -106,6 +106,14 @@ MIXES = {
 }
 
 
+@pytest.mark.on_cpu(
+    "none-1-64-(1, 1)-torch.float32",
+    "all-70-600-(1, 1)-torch.bfloat16",
+    "one-1-64-(2, 3)-torch.bfloat16",
+    "one-3-300-(1, 1)-torch.float16",
+    "with base-20-64-(1, 1)-torch.bfloat16",
+    "all-1-300-(3, 1)-torch.float16",
+)
 @pytest.mark.parametrize(
     ("mix", "tokens", "columns", "shape", "dtype"),
     pairwise(
@@ -150,6 +158,13 @@ def test_shrink_serves_more_adapters_than_programs(kernels, device, monkeypatch)
             assert_near(low[token].view(2, -1), low_of(x, factors, token)[0], torch.float32)
 
 
+@pytest.mark.on_cpu(
+    "none-(None, False)-1-torch.float32",
+    "one-(None, False)-3-torch.bfloat16",
+    "one-('silu', True)-2-torch.float32",
+    "with base-('silu', True)-1-torch.bfloat16",
+    "all-('gelu', False)-1-torch.bfloat16",
+)
 @pytest.mark.parametrize(
     ("mix", "end", "parts", "dtype"),
     pairwise(
@@ -181,6 +196,12 @@ def ended(y: Tensor, activation: str | None, gated: bool) -> Tensor:
     return y * up if gated else y
 
 
+@pytest.mark.on_cpu(
+    "plain-1-none-False-(1, 1)",
+    "plain-5-one-True-(3, 2)",
+    "fp8-70-all-False-(3, 2)",
+    "int4-1-all-True-(1, 1)",
+)
 @pytest.mark.parametrize(
     ("format", "tokens", "mix", "gated", "shape"),
     pairwise(
@@ -246,6 +267,7 @@ def test_norms_stay_fused_with_adapters(kernels, device):
     assert_near(products.product(unscaled, weights[1], factors=factors[1]), expected, dtype)
 
 
+@pytest.mark.on_cpu("dtype0-0", "dtype1-20")
 @pytest.mark.parametrize("begin", [0, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_table_get_what_their_adapters_add(kernels, device, monkeypatch, begin, dtype):

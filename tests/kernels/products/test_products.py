@@ -19,6 +19,14 @@ def products(triton):
     return products
 
 
+@pytest.mark.on_cpu(
+    "0-80-dtype1-kind1-False-False",
+    "1-33-dtype2-kind2-True-False",
+    "17-80-dtype4-kind4-True-True",
+    "65-33-dtype7-kind7-True-True",
+    "16-128-dtype23-kind23-True-True",
+    "64-128-dtype30-kind30-True-True",
+)
 @pytest.mark.parametrize(
     ("tokens", "columns", "dtype", "kind", "biased", "has_out"),
     pairwise([0, 1, 16, 17, 64, 65], [128, 80, 33], DTYPES, KINDS, [True, False], [True, False]),
@@ -40,6 +48,17 @@ def test_product_equals_the_reference(
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.on_cpu(
+    "1-(64, 256)-torch.bfloat16-(True, False)",
+    "2-(64, 256)-torch.float16-(True, False)",
+    "2-(64, 256)-torch.float32-(False, False)",
+    "2-(64, 256)-torch.float8_e4m3fn-(False, False)",
+    "16-(64, 80)-torch.bfloat16-(True, True)",
+    "16-(64, 100)-torch.bfloat16-(False, False)",
+    "64-(32768, 256)-torch.bfloat16-(True, True)",
+    "17-(32769, 256)-torch.bfloat16-(False, False)",
+    "65-(64, 256)-torch.bfloat16-(False, False)",
+)
 @pytest.mark.parametrize(
     ("tokens", "shape", "dtype", "expected"),
     [
@@ -67,6 +86,9 @@ def test_size_decides_the_kernel(products, monkeypatch, tokens, shape, dtype, ex
     assert (is_triton, products.fuses_norm(tokens, weight)) == expected
 
 
+@pytest.mark.on_cpu(
+    "16-shape0-exact", "64-shape2-blocks", "65-shape3-tokens", "17-shape4-exact", "65-shape5-exact"
+)
 @pytest.mark.parametrize(
     ("tokens", "shape", "kind"),
     [

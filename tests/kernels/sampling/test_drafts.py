@@ -92,6 +92,7 @@ def test_inputs_before_the_second_draft(ahead: int):
     assert token_ids.tolist() == [[1] * 6 + [0, 1], [2] * 8, [7, 8, 9, 3, 5, 5, 5, 5]]
 
 
+@pytest.mark.on_cpu("0-0", "200-1")
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("padding", [0, 200])
 def test_inputs_before_drafts_equal_reference(drafts, device, ahead: int, padding: int):
