@@ -214,6 +214,7 @@ def lose_a_worker(server: Server) -> None:
     until(lambda: all(c.events for c in clients[:4]))
     until(lambda: server.metric("tk:num_requests_running") == len(clients))
     tokens = server.metric("tk:generation_tokens_total")
+    prompts = server.metric("tk:prompt_tokens_total")  # does not grow from here on
     lost, kept = server.workers
     lost.kill()
     until(lambda: sum(c.error is not None for c in clients) == 3)
@@ -225,6 +226,7 @@ def lose_a_worker(server: Server) -> None:
     assert "3 of its requests got an error, 0 were cut" in server.stderr
     assert "3 sequences of an API worker that has exited were ended" in server.stderr
     assert server.metric("tk:generation_tokens_total") >= tokens
+    assert server.metric("tk:prompt_tokens_total") == prompts > 0
     until(lambda: len(set(answering(server))) == 2)
     server.signal(signal.SIGINT)
     await_refusal(server)

@@ -87,7 +87,7 @@ async def test_process_renders_what_this_process_renders(pool: TemplatePool) -> 
 
 
 async def test_wrong_template_is_refused_with_its_problem(pool: TemplatePool) -> None:
-    """The process goes on with other templates."""
+    """The same process renders the next ones."""
     await pool.render(FAST, {}, HELLO)
     [process] = processes()
     for template, problem in (
