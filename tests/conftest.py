@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
     from tests.forked import ForkServer
@@ -46,6 +47,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
+# Hypothesis would parse each module of this project, and the examples would depend on which of them
+# are imported.
+providers.is_local_module_file = lambda _: False
 
 # Without a GPU, Triton kernels run in Triton's interpreter. Set this before importing Triton.
 if not torch.cuda.is_available() and "triton" not in sys.modules:

@@ -96,8 +96,8 @@ class Reference:
         return Reference(self._family, self._settings, self._seed, change)
 
     @property
-    def model(self) -> torch.nn.Module:
-        """The model itself."""
+    def module(self) -> torch.nn.Module:
+        """The model itself. Its attributes are this object's, too."""
         if self._used is None:
             self._used = self._load()
         return self._used
@@ -110,10 +110,10 @@ class Reference:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.model, name)
+        return getattr(self.module, name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.model(*args, **options)
+        return self.module(*args, **options)
 
     def save(self, folder: Path) -> None:
         """Write config.json, generation_config.json and model.safetensors."""
@@ -152,13 +152,31 @@ class Reference:
 
     def logits(self, tokens: Sequence[int], positions: slice = slice(None)) -> torch.Tensor:
         """Return the logits [positions, vocab] of one uncached forward."""
+        return self._tensor("logits", tokens, lambda logits: logits[positions], str(positions))
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token but the first, in one uncached forward."""
+
+        def chosen(logits: torch.Tensor) -> torch.Tensor:
+            next_tokens = torch.tensor(tokens[1:])[:, None]
+            return logits[:-1].float().log_softmax(-1).gather(-1, next_tokens)[:, 0]
+
+        return self._tensor("logprobs", tokens, chosen, "logprobs").tolist()
+
+    def _tensor(
+        self,
+        what: str,
+        tokens: Sequence[int],
+        part: Callable[[torch.Tensor], torch.Tensor],
+        query: str,
+    ) -> torch.Tensor:
+        """Return a part of the logits."""
         if self._used is not None:
-            return _forward(self._used, tokens)[positions]
-        key = f"{self.key}/{_digest([*tokens, str(positions)])}"
-        known = records().logits
+            return part(_forward(self._used, tokens))
+        known, key = records().logits, f"{self.key}/{_digest([*tokens, query])}"
         if key not in known:
-            self._require_recording("logits")
-            known[key] = _forward(self._loaded, tokens)[positions].float().clone()
+            self._require_recording(what)
+            known[key] = part(_forward(self._loaded, tokens)).float().clone()
         return known[key]
 
     def _answers(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import transformers
 
 from toolkit import LLM, SamplingParams
 from toolkit.bench import workloads
@@ -223,6 +222,9 @@ class TestModelFolders:
 
     def test_random_weights_make_a_valid_checkpoint(self, tmp_path):
         """The engine and Transformers generate the same from a checkpoint in several files."""
+
+        import transformers
+
         small = {
             "vocab_size": 300,
             "hidden_size": 32,

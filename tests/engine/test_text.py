@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from tests import checkpoints
 from toolkit import LLM, SamplingParams
 from toolkit.engine.front.output_processor import IncrementalDetokenizer
 from toolkit.text.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 CORPUS = [
@@ -30,6 +33,9 @@ def byte_level(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
     """Byte-level tokenizer like GPT-2's. Merges split characters; one added token is special but
     not named in the tokenizer's special tokens.
     """
+
+    from transformers import PreTrainedTokenizerFast
+
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -48,6 +54,9 @@ def byte_level(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
 @pytest.fixture(scope="module")
 def sentence_piece(tmp_path_factory) -> tuple[PreTrainedTokenizerFast, Tokenizer]:
     """Tokenizer like Llama 2's: words begin with ▁, other characters become byte tokens."""
+
+    from transformers import PreTrainedTokenizerFast
+
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdeést", "▁a", "▁b", "▁s", "▁se", "ab", "se", "▁sea", "▁▁"]
     merges = [

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 import torch
-import transformers
 
 from tests import checkpoints
 from tests.lora.conftest import Adapter
@@ -299,6 +298,9 @@ def test_encoder_has_weights_and_no_cache(tmp_path: Path, kind: str):
 
 def encoder(folder: Path, kind: str) -> Path:
     """Write a small encoder with Transformers."""
+
+    import transformers
+
     size = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -321,6 +323,9 @@ def encoder(folder: Path, kind: str) -> Path:
 
 def shape_of(name: str, folder: Path) -> Checkpoint:
     """Write a checkpoint of a well-known model's shape: headers, in a sparse file of full size."""
+
+    import transformers
+
     raw = CONFIGS[name]
     config = transformers.AutoConfig.for_model(**raw)
     with torch.device("meta"):

@@ -49,7 +49,7 @@ class Adapter:
 
         self.base, options = OPTIONS[name]
         self.folder = folder / name
-        model = checkpoints.make_reference(self.base).model
+        model = checkpoints.make_reference(self.base).module
         torch.manual_seed(sum(map(ord, name)))
         config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
         self.model = peft.get_peft_model(model, config).eval()

@@ -26,7 +26,7 @@ def test_a_recorded_model_is_what_transformers_saves_and_computes(tmp_path):
     tensors = load_file(checkpoints.save(recorded, tmp_path / "ours") / "model.safetensors")
     prompt, last = case.prompts[3], slice(-4, None)
     expected = recorded.greedy(prompt, 16), recorded.logits(prompt, last)
-    model = checkpoints.make_reference("qwen3").model
+    model = checkpoints.make_reference("qwen3").module
     model.save_pretrained(tmp_path / "theirs")
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     assert tensors.keys() == theirs.keys()

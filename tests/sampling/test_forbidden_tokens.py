@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import NoBadWordsLogitsProcessor
 
 from tests.checkpoints import spec_of
 from toolkit.sampling.params import SamplingParams
@@ -43,6 +42,8 @@ def biased(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_words_match_transformers(device: str) -> None:
+    from transformers import NoBadWordsLogitsProcessor
+
     rng = random.Random(5)
     num_forbidden = 0
     for seed in range(60):

@@ -7,13 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from tests.checkpoints import spec_of
 from toolkit.kernels.reference import exponentials
@@ -85,6 +78,14 @@ CASES = {
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Return Transformers' probabilities, in our order: min-p, top-k, then top-p of the rest."""
+
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     scores = TemperatureLogitsWarper(params.temperature)(None, logits)
     if params.min_p:
         scores = MinPLogitsWarper(params.min_p)(None, scores)
@@ -227,6 +228,8 @@ def random_history(rng: np.random.Generator, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 5.0])
 def test_repetition_penalty_matches_transformers(penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     history = random_history(np.random.default_rng(0), 25)
     logits = random_logits(4)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(history.long(), logits.clone())

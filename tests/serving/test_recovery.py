@@ -16,7 +16,7 @@ from tests.api.conftest import Reference
 from tests.server import WAIT, Client, Server, gone, put_under_load, until
 
 ENDLESS = 8000
-PROMPTS = [f"Story number {i}: " for i in range(30)]
+PROMPTS = [f"Tale number {i}: " for i in range(30)]
 TOKENS = 96
 
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests import checkpoints
-from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS, Reference
+from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS
 from tests.server import START_TIMEOUT, Process, Server, gone, until
 from toolkit import LLM
 from toolkit.api.http.connections.listener import bind
@@ -35,6 +35,15 @@ KEY = "k e'y"
 
 
 # ---- success
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server in processes of its own."""
+    given = (str(model), "--served-model-name", "tiny", "--num-gpu-blocks-override", "4096")
+    served = Server(*given, cwd=tmp_path_factory.mktemp("started"))
+    yield served
+    served.stop()
 
 
 def test_the_ready_card_has_model_device_cache_and_url(server: Server) -> None:
@@ -243,11 +252,11 @@ settings, and damage of the model."""
 
 
 @pytest.mark.parametrize("name", MODEL_FAILURES)
-def test_an_error_of_the_model_names_its_cause(
-    reference: Reference, tmp_path: Path, name: str
-) -> None:
+def test_an_error_of_the_model_names_its_cause(tmp_path: Path, name: str) -> None:
     says, settings, damage = MODEL_FAILURES[name]
-    folder = checkpoints.save(reference.model, tmp_path / "model", max_shard_size="40KB")
+    folder = checkpoints.save(
+        checkpoints.make_reference("llama3-gqa"), tmp_path / "model", max_shard_size="40KB"
+    )
     checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
     damage(folder)
     with pytest.raises(ToolkitError) as caught:
@@ -257,16 +266,15 @@ def test_an_error_of_the_model_names_its_cause(
 
 
 @pytest.fixture(scope="module")
-def failed(
-    reference: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Process]:
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Process]:
     """Returns the ended process of one of FAILURES. They run in parallel."""
+    model = checkpoints.make_reference("llama3-gqa").module
 
     def run(name: str) -> Process:
         failure = FAILURES[name]
         cwd = tmp_path_factory.mktemp("wrong")
         folder = checkpoints.save(
-            reference.model, cwd / "model", tokenizer=failure.tokenizer, max_shard_size="40KB"
+            model, cwd / "model", tokenizer=failure.tokenizer, max_shard_size="40KB"
         )
         checkpoints.edit_json(folder / "config.json", max_position_embeddings=CONTEXT)
         failure.prepare(folder)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import VOCAB, edit_json, make_model, save
@@ -62,6 +61,8 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = transformers.BertConfig(vocab_size=VOCAB, num_attention_heads=2, **sizes)
     return save(transformers.BertModel(config), tmp_path_factory.mktemp("bert"))

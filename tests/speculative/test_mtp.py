@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 
 from tests import engines
 from tests.checkpoints import make_model, save
@@ -44,6 +43,8 @@ class DraftModule(nn.Module):
     """The module of DeepSeek-V3's figure 3, with GLM-4.5's layer and names."""
 
     def __init__(self, config: object, index: int) -> None:
+        from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+
         super().__init__()
         hidden = config.hidden_size
         self.enorm, self.hnorm = (nn.RMSNorm(hidden, config.rms_norm_eps) for _ in range(2))

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from tests import checkpoints
 from toolkit.errors import InvalidRequestError
@@ -293,6 +292,8 @@ def make(folder: Path, template: object, to: Path) -> Path:
 class TestParity:
     @pytest.mark.parametrize("name", TEMPLATES)
     def test_render_equals_transformers(self, folder, tmp_path, name):
+        from transformers import AutoTokenizer
+
         made = make(folder, TEMPLATES[name], tmp_path)
         theirs, ours = AutoTokenizer.from_pretrained(made), Tokenizer(made)
         choose = random.Random(7)
@@ -318,6 +319,8 @@ class TestParity:
 
     @pytest.mark.parametrize("field", ["content", "reasoning_content", "thinking"])
     def test_continued_field_keeps_or_loses_its_spaces(self, folder, tmp_path, field):
+        from transformers import AutoTokenizer
+
         template = (
             "{% for m in messages %}<{{ m.reasoning_content }}|"
             "{{ m.content if keep else m.content | trim }}>{% endfor %}"
@@ -332,6 +335,8 @@ class TestParity:
             assert expected.rstrip().endswith("so far" if field == "content" else "hm")
 
     def test_function_becomes_a_tool_by_its_signature(self, folder, tmp_path):
+        from transformers import AutoTokenizer
+
         def add(a: int, b: int = 2) -> int:
             """
             Adds numbers.
@@ -366,6 +371,8 @@ class TestTemplateSources:
             tokenizer.render_chat([{"role": "user", "content": "x"}])
 
     def test_template_files_win_over_the_config(self, folder, tmp_path):
+        from transformers import AutoTokenizer
+
         made = make(folder, "of the config", tmp_path)
         (made / "chat_template.jinja").write_text("of the file")
         (made / "additional_chat_templates").mkdir()

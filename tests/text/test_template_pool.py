@@ -86,8 +86,11 @@ async def test_process_renders_what_this_process_renders(pool: TemplatePool) -> 
     assert len(processes()) == 1
 
 
-async def test_wrong_template_is_refused_with_its_problem(pool: TemplatePool) -> None:
-    """The same process renders the next ones."""
+async def test_wrong_template_is_refused_with_its_problem(
+    pool: TemplatePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keep the process for other templates."""
+    monkeypatch.setattr(template_pool, "MAX_SECONDS", 60.0)  # for machines that are busy
     await pool.render(FAST, {}, HELLO)
     [process] = processes()
     for template, problem in (

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import (
@@ -22,11 +23,13 @@ from tokenizers import (
     trainers,
 )
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests import checkpoints
 from toolkit.errors import CheckpointError, InvalidRequestError
 from toolkit.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WORDS = [
     "The sea is wide — naïve text, ☃ and 👩‍👩‍👧 families. It's 2024, isn't it? " * 3,
@@ -276,6 +279,8 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def both(request, tmp_path_factory) -> tuple[str, PreTrainedTokenizerBase, Tokenizer]:
+    from transformers import AutoTokenizer
+
     folder = KINDS[request.param](tmp_path_factory.mktemp(request.param))
     return request.param, AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
 
@@ -318,6 +323,8 @@ class TestParity:
 
 
 def test_vocabulary_and_merges_are_read_by_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
     made = gpt2(tmp_path)
     vocabulary = json.loads((made / "tokenizer.json").read_text())["model"]
     (made / "tokenizer.json").unlink()

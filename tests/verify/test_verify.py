@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests import checkpoints
 from tests.weights.test_fp8_blocks import save_in_blocks
@@ -134,6 +133,8 @@ def test_graphs_are_skipped_where_no_step_is_recorded(verdicts, monkeypatch, nam
 
 
 def test_models_that_cannot_be_verified_are_usage_errors(tk_here, checkpoint, tmp_path):
+    import transformers
+
     encoder = transformers.BertConfig(architectures=["BertModel"])
     encoder.save_pretrained(tmp_path / "encoder")
     for words, reason in (

@@ -54,7 +54,7 @@ def test_experts_in_blocks_of_fp8_equal_the_dequantized_model(tmp_path, name, si
             tensors[tensor], scales, rounded[tensor] = in_blocks(weight)
             tensors[f"{tensor}_scale_inv"] = scales
     save_file(rounded, file, metadata={"format": "pt"})
-    reference = type(model.model).from_pretrained(folder, attn_implementation="eager").eval()
+    reference = type(model.module).from_pretrained(folder, attn_implementation="eager").eval()
     save_file(tensors, file)
     quantization = {
         "quant_method": "fp8",

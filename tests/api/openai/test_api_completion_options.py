@@ -143,7 +143,7 @@ def test_invalid_best_of_is_refused(client: openai.OpenAI, option: dict[str, Any
 
 
 def test_beam_search_equals_transformers(client: openai.OpenAI, reference: Reference) -> None:
-    prompts = [PROMPT, "another"]
+    prompts, model = [PROMPT, "another"], checkpoints.make_reference("llama3-gqa").module
     answer = client.completions.create(
         prompt=prompts,
         n=2,
@@ -156,7 +156,7 @@ def test_beam_search_equals_transformers(client: openai.OpenAI, reference: Refer
     for prompt in prompts:
         ids = torch.tensor([reference.tokenizer.encode(prompt)])
         with torch.no_grad():
-            found = reference.model.generate(
+            found = model.generate(
                 ids, attention_mask=torch.ones_like(ids), num_beams=3, num_return_sequences=2,
                 max_new_tokens=6, length_penalty=0.5, early_stopping=True, do_sample=False,
                 eos_token_id=checkpoints.VOCAB + 1, pad_token_id=0,

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import jsonschema
 import openai
@@ -297,6 +296,9 @@ def text_of(item: dict[str, Any]) -> str:
 @pytest.mark.parametrize("choice", ["any", "auto"])
 def test_anthropic_blocks_have_no_marks(served: Server, choice: str) -> None:
     """The model's own answers: random messages, or reasoning and a required call."""
+
+    import anthropic
+
     body: Any = {"model": "tiny", "messages": ASK, "max_tokens": 300}
     body["extra_body"] = {"temperature": 0}
     body["tools"] = [{"name": "weather", "input_schema": WEATHER}]

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.phimoe import modeling_phimoe as phimoe
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from toolkit.kernels import reference
 from toolkit.kernels.reference import Routing, Stack
@@ -21,35 +16,45 @@ HIDDEN, SIZE = 40, 24
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_routed_experts": 20}
 LAYERS = {
     "Mixtral": (
-        mixtral.MixtralSparseMoeBlock,
-        mixtral.MixtralConfig(num_local_experts=8, num_experts_per_tok=2),
+        "mixtral",
+        "MixtralSparseMoeBlock",
+        "MixtralConfig",
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
         Routing(2, renormalize=True),
     ),
     "Phi-3.5-MoE": (
-        phimoe.PhimoeSparseMoeBlock,
-        phimoe.PhimoeConfig(num_local_experts=16),
+        "phimoe",
+        "PhimoeSparseMoeBlock",
+        "PhimoeConfig",
+        {"num_local_experts": 16},
         Routing(2, "sparsemixer"),
     ),
     "Qwen3": (
-        qwen3_moe.Qwen3MoeSparseMoeBlock,
-        qwen3_moe.Qwen3MoeConfig(num_experts=12, num_experts_per_tok=4, norm_topk_prob=True),
+        "qwen3_moe",
+        "Qwen3MoeSparseMoeBlock",
+        "Qwen3MoeConfig",
+        {"num_experts": 12, "num_experts_per_tok": 4, "norm_topk_prob": True},
         Routing(4, renormalize=True),
     ),
     "Qwen3, not normed": (
-        qwen3_moe.Qwen3MoeSparseMoeBlock,
-        qwen3_moe.Qwen3MoeConfig(num_experts=12, num_experts_per_tok=4, norm_topk_prob=False),
+        "qwen3_moe",
+        "Qwen3MoeSparseMoeBlock",
+        "Qwen3MoeConfig",
+        {"num_experts": 12, "num_experts_per_tok": 4, "norm_topk_prob": False},
         Routing(4),
     ),
     "DeepSeek-V2": (
-        deepseek_v2.DeepseekV2Moe,
-        deepseek_v2.DeepseekV2Config(
-            **GROUPS, topk_method="group_limited_greedy", routed_scaling_factor=16.0
-        ),
+        "deepseek_v2",
+        "DeepseekV2Moe",
+        "DeepseekV2Config",
+        dict(**GROUPS, topk_method="group_limited_greedy", routed_scaling_factor=16.0),
         Routing(3, "softmax", False, 4, 2, 16.0),
     ),
     "DeepSeek-V3": (
-        deepseek_v3.DeepseekV3MoE,
-        deepseek_v3.DeepseekV3Config(**GROUPS, routed_scaling_factor=2.5, norm_topk_prob=True),
+        "deepseek_v3",
+        "DeepseekV3MoE",
+        "DeepseekV3Config",
+        dict(**GROUPS, routed_scaling_factor=2.5, norm_topk_prob=True),
         Routing(3, "sigmoid", True, 4, 2, 2.5),
     ),
 }
@@ -57,12 +62,13 @@ LAYERS = {
 
 def layer(name: str) -> tuple[nn.Module, Routing]:
     """Return (a layer of Transformers with random parameters, its routing)."""
-    kind, config, routing = LAYERS[name]
-    config = copy.copy(config)
+    family, kind, config_kind, fields, routing = LAYERS[name]
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = getattr(module, config_kind)(**fields)
     config.hidden_size = HIDDEN
     config.intermediate_size = config.moe_intermediate_size = SIZE
     config._experts_implementation = "eager"
-    made = kind(config).eval()
+    made = getattr(module, kind)(config).eval()
     torch.manual_seed(0)
     for parameter in [*made.parameters(), *made.buffers()]:
         nn.init.normal_(parameter, std=0.3)
