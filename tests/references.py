@@ -60,7 +60,7 @@ class Records:
         save_file(dict(sorted(self.logits.items())), self.folder / "logits.safetensors")
 
     def add(self, other: Records) -> None:
-        self.version = other.version
+        self.version = other.version or self.version
         self.models |= other.models
         self.logits |= other.logits
         for model, answers in other.answers.items():
@@ -177,7 +177,7 @@ class Reference:
         if key not in known:
             self._require_recording(what)
             known[key] = part(_forward(self._loaded, tokens)).float().clone()
-        return known[key]
+        return known[key].clone()  # tests may change it
 
     def _answers(self) -> dict[str, Any]:
         """Return greedy answers by the digest of their prompt, and sets of prompts."""

@@ -45,7 +45,7 @@ def excluded(prompt: list[int], window: int) -> list[int]:
     """Return Transformers' greedy tokens without the last `window` tokens of the output."""
     model, output = checkpoints.make_reference("llama3-gqa"), []
     for _ in range(16):
-        logits = checkpoints.logits(model, prompt + output)[-1]
+        [logits] = model.logits(prompt + output, slice(-1, None))
         logits[output[-window:]] = -torch.inf
         output.append(int(logits.argmax()))
     return output
