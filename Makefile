@@ -12,11 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(VENV)/.runtime
 	@$(BIN)/tk serve $(ARGS)
 
-# Test files run side by side, in one process per core, at most 4: an engine test takes 1 to 2 GB.
-# They keep their order by name. The usual order puts files with few tests last, and some of those
-# take a minute. make test ARGS="-m quick" takes under two minutes.
+# Test files run side by side, in one process more than there are cores, since some wait; at most 4:
+# an engine test takes 1 to 2 GB. They keep their order by name. The usual order puts files with few
+# tests last, and some of those take a minute. make test ARGS="-m quick" takes under a minute.
+JOBS_HERE = $(shell $(BIN)/python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS_HERE) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # On a machine with an NVIDIA GPU, in the Python that has its torch:
 #     PYTHON=python3 make test-gpu JOBS=8
@@ -39,7 +40,7 @@ test-models: $(VENV)/.dev
 # After a change in few tests: make references ARGS="tests/models --add" adds theirs.
 references: $(VENV)/.dev
 	rm -rf tests/references/parts
-	REFERENCES=write $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(filter-out --add,$(ARGS))
+	REFERENCES=write $(BIN)/python -m pytest -n $(JOBS_HERE) --dist loadfile $(filter-out --add,$(ARGS))
 	$(BIN)/python -m tests.references $(filter --add,$(ARGS))
 
 check: $(VENV)/.dev

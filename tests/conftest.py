@@ -230,18 +230,28 @@ QUICK_FOLDERS = frozenset(
 )
 # As text: a list would take a line per name.
 SLOW_FILES = frozenset(
-    """test_async_llm test_bench_engine test_bench_run test_chat_demo test_chat_markdown
-    test_chat_piped test_chat_template test_chat_terminal test_cuda_state test_data_parallel
-    test_demo test_doctor test_fp8_layers test_loading_memory test_rank_devices test_scheduler
-    test_surroundings test_top_keys test_top_screens""".split()  # noqa: SIM905
+    """test_async_llm test_beam_search test_bench_clients test_bench_compare
+    test_bench_engine test_bench_run test_chat_markdown test_chat_piped
+    test_chat_template test_chat_terminal test_cpu_kernels test_cuda_state
+    test_data_parallel test_decoder_pooling test_demo test_doctor test_draft_masks
+    test_embedding_parity test_failing_steps test_fp8_cache test_fp8_layers
+    test_gguf_experts test_harmony test_hostile_server test_hub test_int8
+    test_loading test_loading_memory test_memory test_mxfp4
+    test_quantized_checkpoints test_quantized_experts test_run_command
+    test_safetensors test_sampler test_scheduler test_seeds test_several_cores
+    test_startup_benchmark test_structured_outputs test_surroundings
+    test_tcp_channel test_template_pool test_text test_tokenizer test_tool_formats
+    test_tool_grammars test_top_arithmetic test_top_keys test_top_parse test_top_run
+    test_top_screens""".split()  # noqa: SIM905
 )
-"""Files of these folders that take more than five seconds."""
+"""Files of these folders that take more than two seconds."""
 
 
 def _is_quick(path: Path) -> bool:
     """True for the files that `-m quick` runs."""
     parts = path.relative_to(Path(__file__).parent).parts
-    return len(parts) == 1 or (parts[0] in QUICK_FOLDERS and path.stem not in SLOW_FILES)
+    in_quick_folder = len(parts) == 1 or parts[0] in QUICK_FOLDERS
+    return in_quick_folder and path.stem not in SLOW_FILES
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
