@@ -12,7 +12,8 @@ import torch
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, Reference
-from tests.server import Server
+from tests.server import Server, until
+from toolkit.worker.worker import Worker
 
 PROMPT = "Once"
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -112,6 +113,18 @@ def test_stop_string_across_tokens_ends_the_answer(
     assert (choice.text, choice.finish_reason) == (expected, "stop")
     assert choice.stop_reason == stop
     assert streamed(client, **options) == {0: expected}
+
+
+def test_a_stop_string_ends_the_request_in_the_engine(
+    server: Server, client: openai.OpenAI, stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does not see stop strings: without an abort it generates max_tokens."""
+    steps, execute = [], Worker.execute
+    monkeypatch.setattr(Worker, "execute", lambda *given: steps.append(1) or execute(*given))
+    answer = client.completions.create(prompt=PROMPT, stop=stop, max_tokens=8000, **GREEDY)
+    assert answer.choices[0].stop_reason == stop
+    until(server.is_idle)
+    assert 0 < len(steps) < 1000
 
 
 def test_stream_never_sends_part_of_a_stop_string(
