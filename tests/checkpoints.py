@@ -95,6 +95,14 @@ def save(model: Model, folder: Path, *, tokenizer: bool = True, **options: objec
     return folder
 
 
+def save_config(family: str, settings: dict, folder: Path) -> None:
+    """Write the config of a model without weights, as for `load_format="dummy"`."""
+    import transformers
+
+    config_class = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))
+    config_class(**settings, architectures=[head_name(family)]).save_pretrained(folder)
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Make a byte-level BPE without merges: one token per byte."""
     from transformers import PreTrainedTokenizerFast

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import collections
-import itertools
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return combinations that cover every pair of values of two parameters: far fewer than all."""
-
-    every = list(itertools.product(*(range(len(values)) for values in parameters)))
     bits = collections.defaultdict[Any, int](lambda: 1 << len(bits))
-    pairs = {  # each pair of values is a bit
-        one: sum(bits[pair] for pair in itertools.combinations(enumerate(one), 2)) for one in every
-    }
+    every: list[tuple[tuple[int, ...], int]] = [((), 0)]  # combinations, each pair of values a bit
+    for values in parameters:
+        every = [
+            ((*one, new), pairs + sum([bits[old, len(one), new] for old in enumerate(one)]))
+            for one, pairs in every
+            for new in range(len(values))
+        ]
     missing, chosen = (1 << len(bits)) - 1, []
+    # A combination never covers more missing pairs than when it was last counted.
+    heap = [(-pairs.bit_count(), one, pairs) for one, pairs in every]
+    heapq.heapify(heap)
     while missing:
-        chosen.append(max(every, key=lambda one: (missing & pairs[one]).bit_count()))
-        missing &= ~pairs[chosen[-1]]
+        counted, one, pairs = heap[0]
+        count = (missing & pairs).bit_count()
+        if count < -counted:
+            heapq.heapreplace(heap, (-count, one, pairs))
+        else:
+            chosen.append(one)
+            missing &= ~pairs
     return [
         tuple(values[i] for values, i in zip(parameters, combination, strict=True))
         for combination in chosen

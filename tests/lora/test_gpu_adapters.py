@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 
 from tests.distributed.test_tensor_parallel_gpu import in_a_process
@@ -22,17 +21,17 @@ from toolkit.worker.gpu.graph_policy import StepShape
 pytestmark = pytest.mark.gpu
 
 VOCABULARY = 1500
-CONFIG = transformers.LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=2048,
-    initializer_range=0.05,
-)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.05,
+}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ENDS = ("embed_tokens", "lm_head", "up_proj")
 ADAPTERS = {
@@ -52,14 +51,17 @@ class Models:
     """A base model and its adapters, on disk and in fp32."""
 
     def __init__(self, folder: Path) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         torch.manual_seed(0)
-        base = transformers.LlamaForCausalLM(CONFIG).eval()
+        config = LlamaConfig(**CONFIG)
+        base = LlamaForCausalLM(config).eval()
         self.folder = folder / "base"
         base.save_pretrained(self.folder)
         self.adapters = {name: folder / name for name in ADAPTERS}
         self._models = {"": base}
         for name, (projections, rank) in ADAPTERS.items():
-            model = transformers.LlamaForCausalLM(CONFIG).eval()
+            model = LlamaForCausalLM(config).eval()
             model.load_state_dict(base.state_dict())
             self._models[name] = model
             save_adapter(model, projections, rank, self.adapters[name])

@@ -73,10 +73,10 @@ def verdict(model_type: str, folder: Path) -> str:
         ours, expected = checkpoints.engine_logits(llm, prompt), case.logits(prompt)
         assert (ours - expected).norm() / expected.norm() < 1e-4
     case.assert_greedy(generate(llm, case.prompts))
-    for prompt in case.prompts:
-        [again] = generate(llm, [prompt])
-        assert again.num_cached_tokens == (len(prompt) - 1) // 16 * 16
-        case.assert_greedy([again])
+    again = generate(llm, case.prompts, max_tokens=17)  # into the next block
+    for result in again:
+        assert result.num_cached_tokens == (len(result.prompt_token_ids) - 1) // 16 * 16
+    case.assert_greedy(again, num_tokens=17)
     llm.shutdown()
     for settings in MODES:
         llm = case.engine(**ENGINE, **settings)

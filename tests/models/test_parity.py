@@ -20,6 +20,7 @@ from toolkit import LLM
 from toolkit.errors import CheckpointError
 from toolkit.kernels import cpu
 
+COUNT = 40  # tokens of an answer: more than two blocks, and the smallest pool holds few answers
 MODES: dict[str, dict] = {
     "reference-attention": {"attention_backend": "torch"},
     "chunks-of-seven": {"max_num_batched_tokens": 7, "block_size": 4},
@@ -51,11 +52,11 @@ def test_logits_equal_transformers(case, llm):
 
 
 def test_ragged_batch_then_prefix_cache_hits(case, llm):
-    case.assert_greedy(generate(llm, case.prompts))
-    for prompt in case.prompts[3::2]:
-        [again] = generate(llm, [prompt], max_tokens=17)  # into the next block
-        assert again.num_cached_tokens == (len(prompt) - 1) // 16 * 16
-        case.assert_greedy([again], num_tokens=17)
+    case.assert_greedy(generate(llm, case.prompts, max_tokens=COUNT), num_tokens=COUNT)
+    again = generate(llm, case.prompts[3::2], max_tokens=17)  # into the next block
+    for result in again:
+        assert result.num_cached_tokens == (len(result.prompt_token_ids) - 1) // 16 * 16
+    case.assert_greedy(again, num_tokens=17)
 
 
 @pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
@@ -83,7 +84,7 @@ def run(case, settings: dict, prompts: list[list[int]]) -> None:
     )
     schedule = scheduler.schedule
     scheduler.schedule = lambda: (step := schedule(), step and swaps.append(len(step.swap_out)))[0]
-    case.assert_greedy(generate(llm, prompts))
+    case.assert_greedy(generate(llm, prompts, max_tokens=COUNT), num_tokens=COUNT)
     assert (num_preempted() > 0) == ("num_gpu_blocks_override" in settings)
     assert (sum(swaps) > 0) == (settings.get("swap_space", 0.0) > 0)
     assert scheduler.pool.usage == 0
@@ -105,9 +106,9 @@ def test_greedy_tokens_of_a_few_in_more_modes(few, mode):
 def test_parallel_answers_share_the_prompt(few, caching):
     llm = few.engine(device="cpu", enable_prefix_caching=caching)
     num_hits = engines.count_stats(llm, "prefix_cache_hits")
-    results = generate(llm, few.prompts, n=3)
+    results = generate(llm, few.prompts, n=3, max_tokens=COUNT)
     assert [len(result.outputs) for result in results] == [3] * len(few.prompts)
-    few.assert_greedy(results)
+    few.assert_greedy(results, num_tokens=COUNT)
     # The second and the third answer reuse the blocks of the first.
     assert num_hits() == sum(2 * ((length - 1) // 16 * 16) for length in LENGTHS)
 

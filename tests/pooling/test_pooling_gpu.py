@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from toolkit import LLM
 
@@ -19,6 +18,8 @@ PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 2, 5, 16, 17, 33, 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=260,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
+from tests import checkpoints
 from toolkit import LLM, SamplingParams
 
 pytest.importorskip("triton")
@@ -18,8 +18,8 @@ GPU = torch.device("cuda", 0)
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 1500}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 CONFIGS = {
-    "Qwen3": transformers.Qwen3Config(**SIZES, **HEADS),
-    "GPT2": transformers.GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=1500),
+    "Qwen3": SIZES | HEADS,
+    "GPT2": {"n_layer": 4, "n_embd": 512, "n_head": 8, "vocab_size": 1500},
 }
 CASES = {
     "Qwen3": ("Qwen3", {}),
@@ -84,9 +84,7 @@ def test_results_are_bitwise_equal_without_early_launch(tmp_path, monkeypatch, c
     if not pdl.supported(GPU):
         pytest.skip("needs Hopper or a later GPU")
     name, settings = CASES[case]
-    config = CONFIGS[name]
-    config.architectures = ["GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"]
-    config.save_pretrained(tmp_path)
+    checkpoints.save_config(name, CONFIGS[name], tmp_path)
     early = answers(tmp_path, settings, repeats=3)
     monkeypatch.setenv(pdl.VARIABLE, "0")
     pdl.supported.cache_clear()

@@ -10,8 +10,8 @@ from subprocess import run
 import numpy as np
 import pytest
 import torch
-import transformers
 
+from tests import checkpoints
 from toolkit import LLM
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.gpu.graph_policy import GraphPolicy
@@ -115,9 +115,7 @@ POOL_MIB = 600
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_graphs_cost_little_time_and_memory(tmp_path):
-    config = transformers.Qwen3Config(**SIZES, **HEADS, max_position_embeddings=32768)
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(tmp_path)
+    checkpoints.save_config("Qwen3", SIZES | HEADS | {"max_position_embeddings": 32768}, tmp_path)
     llm = LLM(str(tmp_path), load_format="dummy", dtype="bfloat16", gpu_memory_utilization=0.3)
     worker = llm._core.executor._worker
     runner, shapes = worker.runner, worker.runner.policy.shapes

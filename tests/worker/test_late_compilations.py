@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
+from tests import checkpoints
 from toolkit import LLM, SamplingParams
 from toolkit.worker.gpu.graph_policy import StepShape
 
@@ -17,28 +17,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 HIDDEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 ROOM = {"vocab_size": 1500, "max_position_embeddings": 16384}
+SIZES = HIDDEN | HEADS | ROOM
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 CONFIGS = {
-    "qwen3": transformers.Qwen3Config(**HIDDEN, **HEADS, **ROOM),
-    "mistral": transformers.MistralConfig(**HIDDEN, **HEADS, **ROOM, sliding_window=100),
-    "fp8 in blocks": transformers.Qwen3Config(
-        **HIDDEN,
-        **HEADS,
-        **ROOM,
-        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
-    ),
-    "gpt2": transformers.GPT2Config(n_layer=3, n_embd=768, n_head=12, vocab_size=1501),
+    "qwen3": ("Qwen3", SIZES),
+    "mistral": ("Mistral", SIZES | {"sliding_window": 100}),
+    "fp8 in blocks": ("Qwen3", SIZES | {"quantization_config": FP8}),
+    "gpt2": ("GPT2", {"n_layer": 3, "n_embd": 768, "n_head": 12, "vocab_size": 1501}),
 }
 DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
 DRAFTERS = {
-    "draft_model": transformers.Qwen3Config(
-        **HIDDEN | {"hidden_size": 512, "num_hidden_layers": 2}, **HEADS, **ROOM
-    ),
-    "eagle": transformers.LlamaConfig(**HIDDEN | {"num_hidden_layers": 2}, **HEADS, **ROOM),
-    "eagle3": transformers.LlamaConfig(
-        **HIDDEN | {"num_hidden_layers": 1}, **HEADS, **ROOM, draft_vocab_size=700
-    ),
+    "draft_model": ("Qwen3", SIZES | {"hidden_size": 512, "num_hidden_layers": 2}),
+    "eagle": ("Llama", SIZES | {"num_hidden_layers": 2}),
+    "eagle3": ("Llama", SIZES | {"num_hidden_layers": 1, "draft_vocab_size": 700}),
 }
-"""Networks, by method."""
+"""Families and fields of networks, by method."""
 CASES = {
     "qwen3": ("qwen3", {"dtype": "bfloat16"}),
     "fp8": ("qwen3", {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}),
@@ -63,16 +56,10 @@ CASES = {
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     name, settings = CASES[request.param]
     folder: Path = tmp_path_factory.mktemp("model")
-    config = CONFIGS[name]
-    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-    if name == "gpt2":
-        config.architectures = ["GPT2LMHeadModel"]
-    config.save_pretrained(folder)
+    checkpoints.save_config(*CONFIGS[name], folder)
     if "drafter" in settings:
         method, drafter = settings["drafter"], tmp_path_factory.mktemp("drafter")
-        network = DRAFTERS[method]
-        network.architectures = [type(network).__name__.replace("Config", "ForCausalLM")]
-        network.save_pretrained(drafter)
+        checkpoints.save_config(*DRAFTERS[method], drafter)
         settings = {name: value for name, value in settings.items() if name != "drafter"}
         settings["speculative_config"] = {"method": method, "model": str(drafter)}
     settings = {"max_num_seqs": 96, "gpu_memory_utilization": 0.2} | settings
