@@ -61,9 +61,9 @@ def require_size(config: EngineConfig, folder: Path) -> None:
         )
     problem = _problem(config, folder, wanted)
     if problem is not None:
-        fits = [
-            size for size in range(1, (gpus or MOST) + 1) if _problem(config, folder, size) is None
-        ]
+        heads = model_config.num_attention_heads
+        divisors = [size for size in range(1, (gpus or MOST) + 1) if heads % size == 0]
+        fits = [size for size in divisors if _problem(config, folder, size) is None]
         possible = f" Possible sizes: {', '.join(map(str, fits))}." if fits else ""
         raise ConfigError(problem + possible, param="tensor_parallel_size")
 
