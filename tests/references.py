@@ -121,11 +121,22 @@ class Reference:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in layout["files"].items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-        tensors = {
-            name: _random_tensor(self._seed, name, *spread)
-            for name, spread in layout["tensors"].items()
-        }
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        save_file(self.tensors(), folder / "model.safetensors", {"format": "pt"})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what `save` writes, by name."""
+        layout = self._layout()["tensors"].items()
+        return {name: _random_tensor(self._seed, name, *spread) for name, spread in layout}
+
+    @property
+    def config(self) -> Any:
+        """Transformers' config."""
+        if self._used is not None:
+            return self._used.config
+        from transformers import AutoConfig
+
+        fields = dict(self._layout()["files"]["config.json"])
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
     def num_parameters(self) -> int:
         return self._layout()["parameters"]

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from tests.checkpoints import Model
 from tests.gguf_writer import Stored, plain, q8_0, write
+from tests.references import Reference
 
 _MODULES = {
     "attn_q": r"self_attn\.q_proj",
@@ -48,13 +50,14 @@ _PERMUTED = {"llama", "mistral3", "olmo", "granite", "smollm3", "arcee"}
 _OFFSET_NORMS = {"gemma", "gemma2", "gemma3", "nemotron"}
 
 
-def tensors_of(model: torch.nn.Module, architecture: str) -> dict[str, torch.Tensor]:
+def tensors_of(model: Model, architecture: str) -> dict[str, torch.Tensor]:
     """Return a model's tensors under llama.cpp's names, changed as its converter does."""
     config = model.config
     heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
     found: dict[str, torch.Tensor] = {}
     is_tied = config.tie_word_embeddings
-    for name, tensor in model.state_dict().items():
+    weights = weights_of(model)
+    for name, tensor in weights.items():
         if (is_tied and name.startswith("lm_head")) or "norms." in name:
             continue
         if ".mlp.experts." in name:
@@ -76,9 +79,7 @@ def tensors_of(model: torch.nn.Module, architecture: str) -> dict[str, torch.Ten
     for index in range(config.num_hidden_layers):
         for part, count in (("q", heads), ("k", kv_heads)):
             each = [
-                model.state_dict().get(
-                    f"model.layers.{index}.self_attn.{part}_layernorm.norms.{head}.weight"
-                )
+                weights.get(f"model.layers.{index}.self_attn.{part}_layernorm.norms.{head}.weight")
                 for head in range(count)
             ]
             if each[0] is not None:
@@ -89,6 +90,17 @@ def tensors_of(model: torch.nn.Module, architecture: str) -> dict[str, torch.Ten
                 own = [found.pop(f"blk.{index}.attn_{x}.{part}") for x in "qkv"]
                 found[f"blk.{index}.attn_qkv.{part}"] = torch.cat(own)
     return found
+
+
+def weights_of(model: Model) -> dict[str, torch.Tensor]:
+    """Return a model's tensors by Transformers' names.
+
+    Those of experts are stacks in its modules, and may be single matrices in its files."""
+    if isinstance(model, Reference) and not model.is_used:
+        weights = model.tensors()
+        if not any(".experts." in name for name in weights):
+            return weights
+    return model.state_dict()
 
 
 def rename(name: str, architecture: str) -> str:
@@ -131,7 +143,7 @@ def split_heads(tensor: torch.Tensor, heads: int, kv_heads: int, *, is_neox: boo
     return torch.cat([part.flatten(0, 2) for part in parts.split([heads // groups, 1, 1], 1)])
 
 
-def metadata_of(model: torch.nn.Module, architecture: str) -> dict[str, object]:
+def metadata_of(model: Model, architecture: str) -> dict[str, object]:
     """Return the metadata that llama.cpp's converter writes for a model."""
     config = model.config
 
@@ -228,17 +240,16 @@ def num_kv_heads(config: Any) -> int:
     return next(getattr(config, name) for name in names if getattr(config, name, None))
 
 
-def factors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def factors_of(model: Model) -> dict[str, torch.Tensor]:
     """Return the factors on frequencies, which are tensors in GGUF."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         size = model.config.hidden_size // model.config.num_attention_heads
         plain_frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2).double() / size)
-        return {
-            "rope_freqs.weight": (
-                plain_frequencies / model.model.rotary_emb.inv_freq.double()
-            ).float()
-        }
+        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
+        return {"rope_freqs.weight": (plain_frequencies / frequencies.double()).float()}
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"])
@@ -249,7 +260,7 @@ def factors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def write_model(
     path: Path,
-    model: torch.nn.Module,
+    model: Model,
     architecture: str,
     *,
     quantized: bool = False,
