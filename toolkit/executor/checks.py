@@ -61,7 +61,7 @@ def require_size(config: EngineConfig, folder: Path) -> None:
         )
     problem = _problem(config, folder, wanted)
     if problem is not None:
-        heads = model_config.num_attention_heads
+        heads = getattr(model_config, "num_attention_heads", 0)
         divisors = [size for size in range(1, (gpus or MOST) + 1) if heads % size == 0]
         fits = [size for size in divisors if _problem(config, folder, size) is None]
         possible = f" Possible sizes: {', '.join(map(str, fits))}." if fits else ""
