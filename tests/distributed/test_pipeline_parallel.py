@@ -161,7 +161,7 @@ def build(folder: Path, stage: Stage) -> Model:
 def test_stages_partition_the_checkpoint_but_for_a_tied_table(
     checkpoint: Checkpoint, name: str, stages: int
 ) -> None:
-    folder, expected = checkpoint(name), checkpoints.make_reference(name).state_dict()
+    folder, expected = checkpoint(name), checkpoints.make_reference(name).tensors()
     held: dict[str, list[int]] = {}
     for index in range(stages):
         model = build(folder, Stage(index, stages))
@@ -183,7 +183,7 @@ def test_stages_partition_the_checkpoint_but_for_a_tied_table(
 
 def test_an_unknown_tensor_is_refused_on_each_stage(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = checkpoint("llama3-gqa")
-    tensors = checkpoints.make_reference("llama3-gqa").state_dict()
+    tensors = checkpoints.make_reference("llama3-gqa").tensors()
     torch.save(
         tensors | {"model.layers.7.odd.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin"
     )

@@ -138,10 +138,10 @@ def test_each_rank_holds_its_shard_of_every_tensor(checkpoint, tmp_path, name, o
     """Joined, the ranks' shards are the checkpoint."""
     folder = checkpoint(name)
     if options:
-        torch.save(checkpoints.make_reference(name).state_dict(), tmp_path / "pytorch_model.bin")
+        torch.save(checkpoints.make_reference(name).tensors(), tmp_path / "pytorch_model.bin")
         (tmp_path / "config.json").write_text((folder / "config.json").read_text())
         folder = tmp_path
-    unsharded = checkpoints.make_reference(name).state_dict()
+    unsharded = checkpoints.make_reference(name).tensors()
     joined = {tensor: torch.full_like(value, torch.nan) for tensor, value in unsharded.items()}
     for rank in range(2):
         with parallel(Group(rank, 2)):
