@@ -212,6 +212,7 @@ def pytest_sessionfinish() -> None:
 def pytest_runtestloop() -> None:
     """Collect garbage from now on, except for the objects of modules and collected tests."""
     gc.freeze()
+    gc.set_threshold(10_000)
     gc.enable()
 
 

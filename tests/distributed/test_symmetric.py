@@ -22,14 +22,14 @@ RANKS = 3
 PROGRAMS = 4
 """Fewer than on a GPU, so that each adds up several blocks and rows."""
 DTYPES = (torch.float32, torch.bfloat16)
-SIZES = (1, 5000, 3 * 1024 * 4, 40_000)
+SIZES = (1, 3 * 1024 * 4, 17_000)
 SHAPES = ((1, 64), (9, 48))
 NORMS = ("rms", "rms wide", "layer", "layer biased", "layer biased wide")
 """Kinds of norms. Wide: with parameters in fp32."""
 SUMS = pairwise(DTYPES, SIZES, (False, True))
 SUMMED_NORMS = pairwise(DTYPES, SHAPES, NORMS)
-GATHERED = ((1, 5), (7, 2500))
-GATHERED_BYTES = 4 * RANKS * 7 * 2500
+GATHERED = ((1, 5), (3, 2500))
+GATHERED_BYTES = 4 * RANKS * 3 * 2500
 CALLS = 2**31 - 12
 """Earlier calls, so that counts wrap around."""
 

@@ -103,13 +103,10 @@ def make(folder: Path, kernels: Kernels, device: torch.device) -> StackedExperts
 @pytest.mark.on_cpu(
     "autoround-gptq-mixed-None-1",
     "awq-gemm-g64-experts-1",
-    "ct-fp8-block-None-40",
     "ct-fp8-channel-dynamic-features-5",
-    "ct-w8a16-channel-None-1",
     "fp8-block-None-1",
     "gptq-4bit-g128-None-1",
     "gptq-4bit-g32-asym-act-order-None-1",
-    "gptq-8bit-channel-None-1",
     "gptq-v2-4bit-g64-asym-None-1",
 )
 @torch.inference_mode()

@@ -144,10 +144,7 @@ def probabilities_by_sorting(logits: Tensor, **parameters) -> Tensor:
 
 @pytest.mark.parametrize(
     ("parameters", "ties"),
-    [
-        *((parameters, True) for parameters in ({}, {"temperature": 0.5}, *FILTERS)),
-        *((parameters, False) for parameters in ({}, *FILTERS[1:6], FILTERS[8])),
-    ],
+    [(one, i % 3 != 1) for i, one in enumerate([{}, {"temperature": 0.5}, *FILTERS])],
     ids=str,
 )
 def test_reference_draws_with_the_probabilities_by_sorting(parameters, ties):
@@ -159,7 +156,7 @@ def test_reference_draws_with_the_probabilities_by_sorting(parameters, ties):
         reference.choose(
             logits, p.temperature, p.top_k, p.top_p, p.min_p, seed=5, position=position
         )
-        for position in range(600 if expected.count_nonzero() > 1 else 20)
+        for position in range(400 if expected.count_nonzero() > 1 else 20)
     ]
     assert_drawn_from(expected, torch.tensor(drawn))
 
