@@ -100,6 +100,22 @@ def adapter_loads(llm: LLM) -> Any:
     return llm._core._adapters
 
 
+def kept_adapters(llm: LLM) -> Any:
+    """Return the adapters that the core keeps in memory."""
+    return adapter_loads(llm)._adapters
+
+
+def forget_adapters(llm: LLM) -> None:
+    """Forget all adapters, as a core that has started again."""
+    kept_adapters(llm).clear()
+    adapter_loads(llm)._places.clear()
+
+
+def rank_pids(llm: LLM) -> list[int]:
+    """Return the processes of this machine's ranks other than rank 0."""
+    return [rank._process.pid for rank in executor(llm)._ranks]
+
+
 def cores(llm: LLM) -> list[Any]:
     """Return the clients of a data-parallel engine's cores."""
     return llm._core._cores

@@ -15,9 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.lora.conftest import COUNT, CPU, OPTIONS, PROMPT, Adapter, engine, generate, tokens
 from toolkit import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from toolkit.engine import async_llm
+from toolkit.engine.cores.core_client import CoreClient, CoreMessage
+from toolkit.engine.messages import EngineOutputs
 from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
 from toolkit.kernels import cpu
 from toolkit.lora.peft import read_adapter
@@ -70,9 +73,7 @@ def test_requests_of_one_batch_have_their_own_adapters(adapter, checkpoint, mode
     llm = engine(checkpoint(first.base), folders, **MODES[mode])
     names = ["first", "", "second", "first"]
     prompts = [PROMPT, PROMPT, PROMPT, PROMPT[::-1]]
-    scheduler, preempted = llm._core.scheduler, []
-    take = scheduler.take_stats
-    scheduler.take_stats = lambda: (stats := take(), preempted.append(stats.num_preemptions))[0]
+    preempted = engines.count_stats(llm, "num_preemptions")
     results = generate(llm, prompts, names)
     llm.shutdown()
     base = checkpoints.greedy(checkpoints.make_reference(first.base), PROMPT, COUNT)
@@ -82,7 +83,7 @@ def test_requests_of_one_batch_have_their_own_adapters(adapter, checkpoint, mode
         second.greedy(PROMPT, COUNT),
         first.greedy(PROMPT[::-1], COUNT),
     ]
-    assert (sum(preempted) > 0) == (mode == "preemption")
+    assert (preempted() > 0) == (mode == "preemption")
 
 
 def test_prefixes_are_shared_only_with_the_same_adapter(adapter, checkpoint):
@@ -100,7 +101,7 @@ def test_prefixes_are_shared_only_with_the_same_adapter(adapter, checkpoint):
 def test_steps_with_adapters_are_recorded_once_for_any(adapter, checkpoint):
     one, other = adapter("all"), adapter("attention")
     llm = engine(checkpoint(one.base), {"mine": one.folder, "other": other.folder}, max_loras=1)
-    recorded = llm._core.executor._worker.runner.model._replay._recorded
+    recorded = engines.recorded_steps(llm)
     for _ in range(2):
         assert tokens(generate(llm, [PROMPT], ["mine"])) == [one.greedy(PROMPT, COUNT)]
         assert tokens(generate(llm, [PROMPT], ["other"])) == [other.greedy(PROMPT, COUNT)]
@@ -169,8 +170,29 @@ def test_adapters_are_scaled_like_the_weights_of_an_fp8_cache(adapter, checkpoin
     )
 
 
-async def test_streams_with_an_adapter_survive_their_core(adapter, checkpoint, tmp_path):
+async def test_streams_with_an_adapter_survive_their_core(
+    adapter, checkpoint, tmp_path, monkeypatch
+):
     """Even if the files of another adapter are gone."""
+
+    class Lost(CoreClient):
+        """A core that ends after its first token. Tokens that it has sent since are lost, too."""
+
+        is_killed = False
+
+        async def receive(self) -> list[CoreMessage]:
+            messages = await super().receive()
+            while self.is_killed:
+                await super().receive()  # raises when the process has ended
+            for index, message in enumerate(messages, 1):
+                if isinstance(message, EngineOutputs) and (message.outputs or message.numbers):
+                    shutil.rmtree(other)
+                    psutil.Process(self.pid).kill()
+                    self.is_killed = True
+                    return messages[:index]
+            return messages
+
+    monkeypatch.setattr(async_llm, "CoreClient", Lost)
     one: Adapter = adapter("attention")
     other = copied(one, tmp_path)
     modules = [f"mine={one.folder}", f"other={other}"]
@@ -181,15 +203,11 @@ async def test_streams_with_an_adapter_survive_their_core(adapter, checkpoint, t
         stream = await llm.submit(
             {"prompt_token_ids": PROMPT}, params, adapter=llm.adapters.find("mine")
         )
-        given: list[int] = []
         async with asyncio.timeout(200):
-            async for delta in stream:
-                if not given:
-                    shutil.rmtree(other)
-                    psutil.Process(first).kill()
-                given += delta.token_ids
+            given = [list(delta.token_ids) async for delta in stream]
         assert llm.replicas[0].link.pid != first
-    assert given == one.greedy(PROMPT, COUNT)
+    assert len(given[0]) == 1
+    assert [token for delta in given for token in delta] == one.greedy(PROMPT, COUNT)
 
 
 def copied(adapter: Adapter, folder: Path) -> Path:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests import engines
 from tests.distributed.test_tensor_parallel_gpu import in_a_process
 from toolkit import LLM, LoRARequest, SamplingParams
 from toolkit.lora.files import find_adapter
@@ -188,7 +189,7 @@ def test_mixed_batches_answer_as_the_merged_models(models, case):
     prompts = make_prompts(number)
     names = [NAMES[i % len(NAMES)] for i in range(number)]
     answers = answer(llm, prompts, names)
-    graphs = llm._core.executor._worker.runner._graphs
+    graphs = engines.graphs(llm)
     llm.shutdown()
     assert {shape.is_adapted for shape in graphs} == (set() if case == "eager" else {True, False})
     require_own_answers(models, prompts, names, answers, most)
@@ -268,7 +269,7 @@ def test_a_replaced_adapter_answers_from_the_next_step_on(models):
     llm = make_engine(models)
     prompts = make_prompts(5)
     before = answer(llm, prompts, ["all"] * 5)
-    worker = llm._core.executor._worker
+    worker = engines.worker(llm)
     adapters = worker.runner.adapters
     for name in ("large", "attention", "all"):
         adapter = find_adapter(name, models.adapters[name])
@@ -291,7 +292,7 @@ def test_no_step_with_adapters_compiles(
     models: Models, settings: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = make_engine(models, max_num_seqs=96, **settings)
-    worker = llm._core.executor._worker
+    worker = engines.worker(llm)
     runner, longest = worker.runner, worker.info.max_model_len
     shapes = [StepShape(n, n, 1, longest, is_adapted=True) for n in range(1, 97)]
     shapes += [

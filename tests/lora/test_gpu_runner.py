@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import engines
 from tests.lora.test_adapters import PROMPT, engine, generate, tokens
 from toolkit import LoRARequest
 from toolkit.errors import ToolkitError
@@ -112,7 +113,7 @@ def answers(checkpoint, folders: dict[str, Path], base: str, names: list[str], *
     """Return (class of the runner, answers, log-probabilities of a prompt's tokens)."""
     settings = {"max_num_batched_tokens": 7, "max_lora_rank": 20, **TORCH}
     llm = engine(checkpoint(base), folders, **settings | more)
-    runner = type(llm._core.executor._worker.runner).__name__
+    runner = type(engines.runner(llm)).__name__
     prompts = [PROMPT[:9], PROMPT[:4], PROMPT[:3]]
     found = tokens(generate(llm, prompts, names, max_tokens=3))
     found += tokens(generate(llm, prompts[:1], [""], max_tokens=2))

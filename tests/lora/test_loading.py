@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import engines
 from tests.lora.conftest import COUNT, CPU, PROMPT, Adapter, engine, generate, tokens
 from toolkit import LLM, AsyncLLM, LoRARequest, SamplingParams
 from toolkit.config import LoRAConfig
@@ -46,8 +47,7 @@ def test_more_adapters_than_fit_take_turns(adapter, checkpoint, settings):
     llm = engine(checkpoint("llama3-gqa"), folders, **settings)
     names = [*NAMES, "", *NAMES[::-1]]
     given = tokens(generate(llm, [PROMPT] * len(names), names))
-    kept = llm._core._adapters._adapters
-    assert len(kept) <= settings["max_cpu_loras"]
+    assert len(engines.kept_adapters(llm)) <= settings["max_cpu_loras"]
     llm.shutdown()
     expected = {name: one.greedy(PROMPT, COUNT) for name, one in adapters.items()}
     assert given[:4] == given[:4:-1] == [expected[name] for name in NAMES]
@@ -71,8 +71,7 @@ def test_requests_bring_folders(adapter, checkpoint, tmp_path):
     deltas = list(llm.stream(prompts[0], PARAMS, lora_request=LoRARequest("mine")))
     assert [token for one in deltas for token in one.token_ids] == second.greedy(PROMPT, COUNT)
     replace(folder, first.folder)
-    llm._core._adapters._adapters.clear()  # as in a core that has started again
-    llm._core._adapters._places.clear()
+    engines.forget_adapters(llm)
     with pytest.raises(EngineError, match=r"its files have changed since it was loaded"):
         llm.generate(prompts, PARAMS, lora_request=LoRARequest("mine"))
     missing = LoRARequest("none", 1, str(tmp_path / "none"))
@@ -144,8 +143,8 @@ def test_a_rank_that_dies_while_it_reads_is_noticed(adapter, checkpoint):
     one = adapter("attention")
     settings = {"enable_lora": True, "tensor_parallel_size": 2, "num_threads": 1}
     llm = LLM(str(checkpoint(one.base)), **CPU | settings)
-    [started] = llm._core.executor._ranks
-    rank = psutil.Process(started._process.pid)
+    [pid] = engines.rank_pids(llm)
+    rank = psutil.Process(pid)
     rank.suspend()
     killing = threading.Timer(0.5, rank.kill)
     killing.start()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import engines
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM
 from toolkit.engine.front.output_processor import Delta
@@ -25,13 +26,14 @@ def llm(tmp_path):
 
 def run(llm):
     """Return (vectors, errors) by prompt."""
+    core = engines.core(llm)
     for number, one in enumerate(llm._pooling.prepare_texts(PROMPTS, None)):
         request = one.request(str(number))
         request.number = number
-        llm._core.add(request)
+        core.add(request)
     vectors, errors = {}, {}
-    while llm._core.has_work:
-        for output in llm._core.step()[0].outputs:
+    while core.has_work:
+        for output in core.step()[0].outputs:
             if output.error is None:
                 vectors[output.number] = as_vector(output.embedding)
             else:
@@ -45,7 +47,7 @@ def run(llm):
 )
 def test_failing_prompt_gets_an_error_and_others_are_answered(failure, says, llm, monkeypatch):
     expected = [one.outputs.embedding for one in llm.embed(PROMPTS)]
-    model = llm._core.executor._worker.encoder.model
+    model = engines.worker(llm).encoder.model
     words = model.words.forward
 
     def embed_words(token_ids):

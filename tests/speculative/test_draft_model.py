@@ -30,11 +30,11 @@ from toolkit.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
-GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 MODULE = "model.layers.0.self_attn.o_proj"
 CASES = {
     "greedy": GREEDY,
-    "sampled": {"temperature": 1.0, "seed": 3, "max_tokens": 24, "top_p": 0.9, "top_k": 50},
+    "sampled": {"temperature": 1.0, "seed": 3, "max_tokens": 16, "top_p": 0.9, "top_k": 50},
     "penalties": {
         **GREEDY,
         "repetition_penalty": 1.3,
@@ -75,7 +75,7 @@ def test_drafts_of_the_model_itself_are_right(target_folder: Path, params: dict)
     llm = drafting_engine(target_folder, target_folder)
     with logged_steps(llm) as log:
         answers(llm, random_prompts(3), **params)
-    assert log.num_drafts > 45
+    assert log.num_drafts > 30
     assert log.acceptance_rate == 1.0
     # 1 + 3 tokens in each step but the first, which has no drafts yet
     assert len(log.steps) <= 2 + params["max_tokens"] / 4
@@ -151,7 +151,7 @@ def test_padding_of_the_vocabulary_may_differ(target_folder: Path, tmp_path: Pat
 def test_drafts_stop_where_the_drafters_positions_end(engine, target_folder: Path, tmp_path: Path):
     model = make_model("GPT2", {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 48}, 2)
     drafter = save(model, tmp_path)
-    prompts = random_prompts(3, 30)
+    prompts = random_prompts(3, 38)
     expected = answers(engine(target_folder, **SETTINGS), prompts, **GREEDY)
     llm = drafting_engine(target_folder, drafter)
     with logged_steps(llm) as log:

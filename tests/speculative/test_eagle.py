@@ -43,7 +43,7 @@ ALLOWED = list(range(65, 68))
 """Few tokens, so that some drafts of random weights are right."""
 PARAMS = {
     "temperature": 0.0,
-    "max_tokens": 24,
+    "max_tokens": 16,
     "ignore_eos": True,
     "allowed_token_ids": ALLOWED,
     "repetition_penalty": 1.2,

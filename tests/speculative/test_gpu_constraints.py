@@ -32,7 +32,7 @@ KINDS = {
     "choice": grammar(choice=["ABCABCABCABC", "ABCABCABCABA", "CCCCCCCC"]),
     "grammar and penalties": grammar(regex="[A-D]{20}") | {"presence_penalty": 0.2},
     "grammar and bias": grammar(regex="[A-D]{9,}") | {"logit_bias": {B: 2.0}},
-    "min_tokens": {"min_tokens": 9, "stop_token_ids": [A, B]},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": [A, B]},
     "bias": {"logit_bias": {A: 1.5, C: -0.5}, "logprobs": 0},
     "bad words": {"bad_words_token_ids": [[A, A], [B, C, B], [C, A, B, C], [D]]},
     "allowed tokens": {"allowed_token_ids": [A, B, D]},
@@ -66,7 +66,7 @@ def requests() -> tuple[list[dict], list[SamplingParams]]:
     params = []
     for number in range(NUM_REQUESTS):
         kind = list(KINDS.values())[number % len(KINDS)]
-        given = {"temperature": 0.7 * (number % 2), "max_tokens": 9, "seed": number}
+        given = {"temperature": 0.7 * (number % 2), "max_tokens": 6, "seed": number}
         params.append(SamplingParams(**given | kind))
     return [{"prompt_token_ids": prompt} for prompt in prompts], params
 
@@ -111,14 +111,13 @@ def count_by_kind(log: StepLog) -> tuple[Counter[str], Counter[str]]:
     return verified, accepted
 
 
-FEW_BLOCKS = {"num_gpu_blocks_override": 17}
+FEW_BLOCKS = {"num_gpu_blocks_override": 16}
 CASES = {
-    "lookup, stages, recomputation": (
+    "lookup, stages, swap": (
         "ngram",
         "rerun_graphs two_stages",
-        FEW_BLOCKS | {"pipeline_parallel_size": 2},
+        FEW_BLOCKS | {"pipeline_parallel_size": 2, "swap_space": 0.001},
     ),
-    "lookup, swap": ("ngram", "gpu_runner", FEW_BLOCKS | {"swap_space": 0.001}),
     "model, recomputation": ("draft_model", "gpu_runner", FEW_BLOCKS),
 }
 """Method, fixtures, and settings. `test_differential` has more combinations for a GPU."""

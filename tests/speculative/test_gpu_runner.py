@@ -38,7 +38,7 @@ def test_answers_are_those_without_drafts(checkpoint, gpu_runner, monkeypatch):
     `test_gpu_constraints` has prompt lookup."""
     rng = random.Random(3)
     prompts = [[rng.randrange(90) for _ in range(n)] * 2 for n in (3, 9, 30, 1, 8, 21, 12, 7, 5)]
-    params = [SamplingParams(max_tokens=8, ignore_eos=True, **{"temperature": 0.0} | p)
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, **{"temperature": 0.0} | p)
               for p in PARAMS.values()]  # fmt: skip
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
 

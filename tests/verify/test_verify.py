@@ -60,7 +60,6 @@ def differing(found: dict[str, dict[str, Any]]) -> list[str]:
     ("name", "flags"),
     [
         (None, ()),
-        ("gpt2", ()),
         ("llama3-gqa", ()),
         ("qwen3", ("--dtype", "bfloat16")),
         ("gemma2", ("--dtype", "bfloat16")),
@@ -266,7 +265,6 @@ BFLOAT16 = ("--dtype", "bfloat16")
     ("plant", "name", "flags", "expected"),
     [
         (wrong_rotary_base, "llama3-gqa", (), "transformers"),
-        (dropped_bias, "gpt2", BFLOAT16, "kernels"),
         (block_that_is_reused_and_still_found, "qwen3", BFLOAT16, "prefix_cache"),
         (block_found_after_other_tokens, "qwen3", (), "prefix_cache"),
         (stale_pointer, "llama3-gqa", BFLOAT16, "graphs"),
