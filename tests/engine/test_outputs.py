@@ -338,7 +338,7 @@ class TestLogprobs:
             ]
             first = next(iter(found[3].values()))
             assert first.logprob == float(np.float32(-0.1 * 3))
-            assert first.decoded_token == tokenizer.token_text(tokens[3] + index)
+            assert first.decoded_token == tokenizer.token_names[tokens[3] + index]
         assert max(len(delta.logprobs) for delta in seen) == 4
         assert other.next_delta().logprobs is None
 
@@ -371,7 +371,7 @@ class TestLogprobs:
     def test_a_lazy_list_behaves_like_a_list(self, tokenizer, starts_prompt):
         records = [pack_record(1 + i % 2, [(65 + i, -0.5), (65, -0.25)]) for i in range(5)]
         lazy = LogprobList(tokenizer, 20, b"".join(records), starts_prompt=starts_prompt)
-        text = tokenizer.token_text
+        text = tokenizer.token_names.__getitem__
         plain = [None] if starts_prompt else []
         plain.append({65: Logprob(-0.5, 1, text(65))})
         for i in range(1, 5):

@@ -177,11 +177,27 @@ class TestStreams:
         _, ours = byte_level
         assert ours.decode([ours.size, ours.size + 1000]) == ""
 
-    def test_the_text_of_a_partial_character_is_empty(self, byte_level):
+    @pytest.mark.parametrize("text", ["sea a", "東京 sea", " sea", "</s>sea"])
+    def test_offsets_of_a_prompt_index_its_text(self, sentence_piece, byte_level, text):
+        for _, ours in (sentence_piece, byte_level):
+            tokens = ours.encode(text)
+            offsets = ours.offsets(tokens, text)
+            names = [ours.token_names[token] for token in tokens]
+            ends = [*offsets[1:], len(text)]
+            for name, start, end in zip(names, offsets, ends, strict=True):
+                assert (
+                    name.startswith("bytes:") or name.removeprefix(" ") == text[start:end].strip()
+                )
+            assert offsets[0] == 0
+            *_, last = ours.encode(f"{text} b")  # a prompt whose start was cut
+            start = len(f"{text} b") - len(ours.token_names[last])
+            assert ours.offsets([last], f"{text} b") == [start]
+
+    def test_a_part_of_a_character_is_named_by_its_bytes(self, byte_level):
         theirs, ours = byte_level
         complete, *_ = theirs.encode("a")
         part = theirs.convert_tokens_to_ids("ð")
-        assert (ours.token_text(complete), ours.token_text(part)) == ("a", "")
+        assert (ours.token_names[complete], ours.token_names[part]) == ("a", r"bytes:\xf0")
 
 
 BYTES = checkpoints.make_tokenizer()

@@ -14,6 +14,7 @@ import torch
 from toolkit import SamplingParams
 from toolkit.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from toolkit.kernels.reference import exponentials
+from toolkit.sampling.params import answer_seed
 
 NEAR = 1e-3
 """Greatest difference between equal log-probabilities. In fp32 it is about 1e-5."""
@@ -71,7 +72,7 @@ def require_equal_or_near_tie(
         return True
     assert end < min(len(tokens), len(others)), "one answer is the beginning of the other"
     logits = model.logits(prompt + tokens[:end])[-1]
-    both = scores(logits, params, prompt, tokens[:end], params.seed + one.index)
+    both = scores(logits, params, prompt, tokens[:end], answer_seed(params.seed, one.index))
     gap = float(both[tokens[end]] - both[others[end]])
     assert abs(gap) <= NEAR, (
         f"token {end} is {tokens[end]} or {others[end]}, which is no near-tie: they differ by {gap}"

@@ -26,7 +26,7 @@ from tests.speculative.plain import Llama
 from tests.speculative.test_eagle import eagle_tensors, write
 from toolkit import LLM, SamplingParams
 from toolkit.engine.outputs import CompletionOutput, Delta, Logprob, LogprobList, RequestOutput
-from toolkit.sampling.params import StructuredOutputsParams
+from toolkit.sampling.params import StructuredOutputsParams, answer_seed
 
 NUM_REQUESTS = 200 if torch.cuda.is_available() else 80
 SETTINGS = {
@@ -316,7 +316,9 @@ def test_scores_are_greatest_for_tokens_of_the_engine(model, expected):
         tokens = list(answer.token_ids)
         logits = model.logits(prompt + tokens)[len(prompt) - 1 :]
         for at, token in enumerate(tokens):
-            found = scores(logits[at], param, prompt, tokens[:at], param.seed + answer.index)
+            found = scores(
+                logits[at], param, prompt, tokens[:at], answer_seed(param.seed, answer.index)
+            )
             assert found.argmax() == token
         num_tokens += len(tokens)
         temperatures.add(param.temperature)

@@ -27,6 +27,7 @@ from toolkit.errors import WorkersLostError
 from toolkit.executor import Executor, Pending
 from toolkit.hardware.memory import is_fatal, is_out_of_memory
 from toolkit.sampling.grammar import Masks
+from toolkit.sampling.params import answer_seed
 from toolkit.scheduler import (
     FinishReason,
     ModelOutput,
@@ -248,12 +249,15 @@ class EngineCore:
     ) -> Request:
         spec = new.spec
         seed = spec.params.seed if new.seed is None else new.seed
-        seed = self._random.getrandbits(63) if seed is None else seed + index
+        if seed is None:
+            seed = self._random.getrandbits(63)
+        else:
+            seed = answer_seed(seed, index)
         caches = self.scheduler.enable_prefix_caching and spec.pooling is None
         request = Request(
             id=_sequence_id(new.client, number),
             spec=spec,
-            seed=_signed(seed),
+            seed=seed,
             # Without prefix caching only siblings share blocks, through a salt of their own.
             cache_salt=spec.cache_key if caches else f"only {new.id}",
             cacheable=caches or spec.params.n > 1,
@@ -493,8 +497,3 @@ def _to_records(rows: IntArray, k: int | None = None) -> LogprobRecords:
 
 def _sequence_id(client: int, number: int) -> str:
     return f"{client}/{number}"
-
-
-def _signed(seed: int) -> int:
-    """Wrap the seed to a signed 64-bit number."""
-    return (seed + 2**63) % 2**64 - 2**63

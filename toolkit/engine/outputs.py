@@ -110,7 +110,7 @@ class LogprobList(Sequence[Position]):
         position: PositionLogprobs = {}
         for rank, token, logprob in zip(ranks, record[1::2], record[2::2], strict=True):
             if token not in position:
-                text = "" if tokenizer is None else tokenizer.token_text(token)
+                text = "" if tokenizer is None else tokenizer.token_names[token]
                 position[token] = Logprob(logprob, rank, text)
         return cast(Position, position)
 

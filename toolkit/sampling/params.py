@@ -1,5 +1,6 @@
 """Sampling parameters of a request. Names, defaults and meanings are vLLM's."""
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -203,6 +204,17 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
                 param="early_stopping",
             )
         _check_token_ids("stop_token_ids", self.stop_token_ids)
+
+
+def answer_seed(seed: int, index: int) -> int:
+    """Return the seed of a request's answer, 64 bits with a sign.
+
+    The first answer has the request's own. The others' are hashes, so that answers of requests with
+    neighbouring seeds differ."""
+    if index == 0:
+        return (seed + 2**63) % 2**64 - 2**63
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _as_list(stop: list[str] | str | None) -> list[str]:

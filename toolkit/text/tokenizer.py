@@ -51,6 +51,7 @@ class Tokenizer:
         )
         self._texts = {skip: _TextTable(self.byte_table(skip)) for skip in (True, False)}
         self._byte_lists = _ByteListTable(self._all_bytes)
+        self._names = _NameTable(self._texts[False], self._all_bytes)
         added = self._files.added.items()
         self._special_texts = sorted(
             text for id, text in added if text and id in self._files.special_ids
@@ -105,6 +106,26 @@ class Tokenizer:
         """Return the text of tokens. Streaming them gives the same text."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens)
         return stream.add(token_ids) + stream.end()
+
+    def offsets(self, token_ids: list[int], text: str) -> list[int]:
+        """Return where each token of a prompt begins in its text.
+
+        A part of a character is where the character is. The text may lack special tokens, the space
+        that a vocabulary puts before it, and what was cut from the prompt's start."""
+        stream = TextStream(self, skip_special_tokens=False)
+        whole = self.decode(token_ids, skip_special_tokens=False)
+        at = len(text) - len(whole) if text.endswith(whole) else 0
+        found = []
+        for token in token_ids:
+            before, added = stream.place(token)
+            found.append(at + before)
+            if not text.startswith(added, at):
+                if self.is_special(token):
+                    continue
+                if text.startswith(added[1:], at):
+                    added = added[1:]
+            at = min(at + len(added), len(text))
+        return found
 
     def protect(self, options: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         """Return options of a chat template with their special tokens as ordinary text.
@@ -182,9 +203,10 @@ class Tokenizer:
         """Return token texts by token id. A token with a part of a character is None."""
         return self._texts[skip_special_tokens]
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token; empty if it has a part of a character."""
-        return self._texts[False][token_id] or ""
+    @property
+    def token_names(self) -> Mapping[int, str]:
+        """Text of each token by id. A part of a character is written as `bytes:\\xe6\\x9d`."""
+        return self._names
 
     def _compute_bytes(self, token_id: int) -> bytes:
         text = self._files.added.get(token_id)
@@ -240,6 +262,20 @@ class _TextTable(dict[int, str | None]):
         return text
 
 
+class _NameTable(dict[int, str]):
+    """Text of each token by id, or its bytes if they are not complete characters."""
+
+    def __init__(self, texts: Mapping[int, str | None], byte_table: Mapping[int, bytes]) -> None:
+        self._texts, self._byte_table = texts, byte_table
+
+    def __missing__(self, token_id: int) -> str:
+        name = self._texts[token_id]
+        if name is None:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._byte_table[token_id])
+        self[token_id] = name
+        return name
+
+
 class TextStream:
     """Incremental decoder: returns complete characters only."""
 
@@ -262,6 +298,17 @@ class TextStream:
             if text is not None:
                 return text
         return self.add([token_id])
+
+    def place(self, token_id: int) -> tuple[int, str]:
+        """Return where a token begins in the characters that it completes, and these.
+
+        It begins after U+FFFD if what was incomplete before it remains so."""
+        had_partial, text = self._has_partial_character, self._texts[token_id]
+        added = self.add_one(token_id)
+        if text is not None:
+            return len(added) - len(text), added
+        begins_character = not 0x80 <= self._bytes[token_id][0] < 0xC0
+        return int(had_partial and begins_character), added
 
     def end(self) -> str:
         """Return U+FFFD for an incomplete character at the end; otherwise nothing."""
@@ -289,6 +336,15 @@ class SpacedTextStream(TextStream):
 
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
+
+
+def text_stream(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool, spaces_between_special_tokens: bool
+) -> TextStream:
+    """Return the decoder of an answer."""
+    if spaces_between_special_tokens and not skip_special_tokens:
+        return SpacedTextStream(tokenizer)
+    return TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer | None:

@@ -110,7 +110,7 @@ def _print_table(result: Result, config: EngineConfig) -> None:
 def _where(place: Place | None, tokenizer: Tokenizer | None) -> str:
     if place is None:
         return ""
-    text = "" if tokenizer is None else f" {tokenizer.token_text(place.token)!r}"
+    text = "" if tokenizer is None else f" {tokenizer.token_names[place.token]!r}"
     prompt = place.pair % NUM_PROMPTS
     return f"prompt {prompt}, position {place.position}, token {place.token}{text}"
 

@@ -95,6 +95,29 @@ def test_echoed_prompt_logprobs_equal_transformers(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_offsets_index_the_text_and_keys_of_parts_of_characters_differ(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    answer = client.completions.create(
+        prompt="東京 tk", max_tokens=24, echo=True, logprobs=20, stream=stream,
+        extra_body=forever(), **GREEDY,
+    )  # fmt: skip
+    parts = [part.choices[0] for part in answer] if stream else answer.choices
+    text = "".join(part.text for part in parts)
+    given = [part.logprobs for part in parts if part.logprobs]
+    tokens = [token for one in given for token in one.tokens]
+    offsets = [offset for one in given for offset in one.text_offset]
+    assert tokens[:7] == [*(rf"bytes:\x{byte:02x}" for byte in "東京".encode()), " "]
+    assert offsets[:9] == [0, 0, 0, 1, 1, 1, 2, 3, 4]
+    for token, offset in zip(tokens, offsets, strict=True):
+        is_shown = not token.startswith("bytes:") and not token.startswith("<|")
+        assert not is_shown or text[offset:].startswith(token), token
+    for likeliest in [top for one in given for top in one.top_logprobs[1:] if top]:
+        assert len(likeliest) in (20, 21)
+        assert [*likeliest.values()] == sorted(likeliest.values(), reverse=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_max_tokens_0_with_echo_scores_only_the_prompt(
     client: openai.OpenAI, reference: Reference, stream: bool
 ) -> None:

@@ -160,20 +160,20 @@ def _token_logprobs(
     positions: LogprobList[PositionLogprobs], tokenizer: Tokenizer, top: int
 ) -> list[TokenLogprob]:
     """Return each chosen token and the `top` likeliest, which may include the chosen one."""
-    texts, byte_lists = tokenizer.text_table(False), tokenizer.byte_lists
+    names, byte_lists = tokenizer.token_names, tokenizer.byte_lists
     found = []
     for record in positions.records():
         (rank, token, logprob), shown = record[:3], record[3 : 3 + 2 * top]
-        text, as_bytes = texts[token] or "", byte_lists[token]
+        name, as_bytes = names[token], byte_lists[token]
         likeliest = [
-            TopLogprob(texts[other] or "", value, byte_lists[other])
+            TopLogprob(names[other], value, byte_lists[other])
             for other, value in zip(shown[::2], shown[1::2], strict=True)
         ]
         if rank <= top and shown[0] != token:  # among equally likely ones, the chosen is first
             others = zip(shown[::2], likeliest, strict=True)
-            chosen = TopLogprob(text, logprob, as_bytes)
+            chosen = TopLogprob(name, logprob, as_bytes)
             likeliest = [chosen, *(one for other, one in others if other != token)]
             likeliest.sort(key=lambda one: -one.logprob)
             del likeliest[top:]
-        found.append(TokenLogprob(text, logprob, as_bytes, likeliest))
+        found.append(TokenLogprob(name, logprob, as_bytes, likeliest))
     return found

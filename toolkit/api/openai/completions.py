@@ -32,7 +32,7 @@ from toolkit.api.openai.replies import (
 )
 from toolkit.api.openai.schemas import CompletionRequest
 from toolkit.engine.outputs import Delta, LogprobList, PositionLogprobs, unique_pairs
-from toolkit.text.tokenizer import Tokenizer
+from toolkit.text.tokenizer import TextStream, Tokenizer, text_stream
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
 
@@ -137,6 +137,7 @@ class _ChoiceBuilder:
         ]
         self._group, self._body, self._tokenizer = group, body, tokenizer
         self._has_begun = [False] * self.num_choices
+        self._text_streams = [self._text_stream() for _ in range(self.num_choices)]
         self._offsets = [0] * self.num_choices
         self._logprob_sums = [0.0] * self.num_choices
 
@@ -162,7 +163,8 @@ class _ChoiceBuilder:
         if delta.logprobs is not None:
             self._logprob_sums[choice] += sum(delta.logprobs.chosen())
             part.logprobs = part.logprobs or CompletionLogprobs([], [], [], [])
-            self._add_logprobs(part.logprobs, delta.logprobs, choice)
+            self._add_logprobs(part.logprobs, delta.logprobs)
+            part.logprobs.text_offset += self._answer_offsets(choice, delta.token_ids)
         return part
 
     def select_likeliest(self, choices: list[CompletionChoice], n: int) -> list[CompletionChoice]:
@@ -192,43 +194,55 @@ class _ChoiceBuilder:
             )
         if self._body.logprobs is not None:
             part.logprobs = CompletionLogprobs([], [], [], [])
-            self._add_logprobs(
-                part.logprobs, self.prompt_logprobs[prompt], part.index, state.prompt_token_ids
-            )
+            self._add_logprobs(part.logprobs, self.prompt_logprobs[prompt], state.prompt_token_ids)
+            if self._tokenizer is not None:
+                offsets = self._tokenizer.offsets(state.prompt_token_ids, part.text)
+                part.logprobs.text_offset = offsets
+            self._offsets[part.index] = len(part.text)
 
     def _add_logprobs(
         self,
         logprobs: CompletionLogprobs,
         positions: LogprobList[PositionLogprobs] | LogprobList[PositionLogprobs | None],
-        choice: int,
         prompt: list[int] | None = None,
     ) -> None:
         """Append `positions`, those of a prompt with `prompt`: its first token has no logprob."""
         if positions.starts_prompt:
             assert prompt, "only a prompt has a token without a log-probability"
-            self._add_token(logprobs, prompt[0], choice)
+            logprobs.tokens.append(self._name_of(prompt[0]))
             logprobs.token_logprobs.append(None)
             logprobs.top_logprobs.append(None)
         top = self._body.logprobs or 0
         for record in positions.records():
-            self._add_token(logprobs, record[1], choice)
+            logprobs.tokens.append(self._name_of(record[1]))
             logprobs.token_logprobs.append(record[2])
-            reported = unique_pairs(record)[: top + 1]
-            logprobs.top_logprobs.append(
-                {self._text_of(token): logprob for token, logprob in reversed(reported)}
-            )
+            reported = sorted(unique_pairs(record)[: top + 1], key=lambda pair: -pair[1])
+            likeliest: dict[str, float] = {}
+            for token, logprob in reported:
+                name = self._name_of(token)
+                likeliest[f"token_id:{token}" if name in likeliest else name] = logprob
+            logprobs.top_logprobs.append(likeliest)
 
-    def _add_token(self, logprobs: CompletionLogprobs, token: int, choice: int) -> None:
-        text, tokenizer = self._text_of(token), self._tokenizer
-        logprobs.tokens.append(text)
-        logprobs.text_offset.append(self._offsets[choice])
-        is_hidden = (
-            self._body.skip_special_tokens and tokenizer is not None and tokenizer.is_special(token)
+    def _text_stream(self) -> TextStream | None:
+        if self._tokenizer is None or self._body.logprobs is None:
+            return None
+        return text_stream(
+            self._tokenizer,
+            skip_special_tokens=self._body.skip_special_tokens,
+            spaces_between_special_tokens=self._body.spaces_between_special_tokens,
         )
-        self._offsets[choice] += 0 if is_hidden else len(text)
 
-    def _text_of(self, token: int) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.token_text(token)
+    def _answer_offsets(self, choice: int, tokens: list[int]) -> list[int]:
+        """Return where an answer's next tokens begin in its text, after an echoed prompt."""
+        stream, offsets = self._text_streams[choice], []
+        for token in tokens:
+            before, added = (0, "") if stream is None else stream.place(token)
+            offsets.append(self._offsets[choice] + before)
+            self._offsets[choice] += len(added)
+        return offsets
+
+    def _name_of(self, token: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.token_names[token]
 
 
 def _append(choice: CompletionChoice, part: CompletionChoice) -> None:

@@ -88,7 +88,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             tokens = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
     reply = Tokens(len(tokens), service.engine.info.max_model_len, tokens)
     if body.return_token_strs:
-        reply.token_strs = [tokenizer.token_text(token) for token in tokens]
+        reply.token_strs = [tokenizer.token_names[token] for token in tokens]
     return _json(reply)
 
 

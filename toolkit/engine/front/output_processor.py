@@ -21,17 +21,18 @@ from toolkit.engine.outputs import (
 )
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler.output import record_length
-from toolkit.text.tokenizer import SpacedTextStream, TextStream, Tokenizer
+from toolkit.text.tokenizer import TextStream, Tokenizer, text_stream
 
 
 class IncrementalDetokenizer:
     """Text of one answer as it is generated. Holds back text that may begin a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        if params.spaces_between_special_tokens and not params.skip_special_tokens:
-            self.stream: TextStream = SpacedTextStream(tokenizer)
-        else:
-            self.stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self.stream = text_stream(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
         self._min_tokens = params.min_tokens
         self._stops = params.stop_strings
         self._heads = frozenset(stop[0] for stop in self._stops)
