@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
+from toolkit.sampling.params import answer_seed
 
 KINDS = {
     "plain": {"temperature": 1.5},
@@ -118,3 +119,11 @@ def test_answers_of_one_seed_differ_and_are_reproducible(llm):
     others = random_requests(random.Random(1))
     assert tokens(llm, *others, (PROMPT, params))[len(others) :] == answers
     assert tokens(llm, (PROMPT, seeded("plain", 99)))[0] == answers[0]
+
+
+def test_answers_of_neighbouring_seeds_differ():
+    seeds = [answer_seed(seed, index) for seed in range(-5, 5) for index in range(8)]
+    assert len(set(seeds)) == 80
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert seeds[::8] == list(range(-5, 5)), "the first answer has the request's seed"
+    assert answer_seed(2**63 + 1, 0) == 1 - 2**63

@@ -36,7 +36,7 @@ ANSWERS: list[tuple[str, Parts]] = [
     (f"{FINAL}Yes.", [("text", "Yes.")]),
     (f"{ANALYSIS}Hm.<|end|>{OPENING}{FINAL}Yes.", [("reasoning", "Hm."), ("text", "Yes.")]),
     (f"{ANALYSIS} a\n<|end|>{OPENING}{ANALYSIS}b", [("reasoning", " a\n"), ("reasoning", "b")]),
-    (f"{ANALYSIS}Hm.<|end|>{OPENING}{CALL}[]", [("reasoning", "Hm."), ("weather", "[]")]),
+    (f"{ANALYSIS}Hm.<|end|>{OPENING}{CALL}[]", [("reasoning", "Hm."), ("weather", "{}")]),
     (
         f" to=functions.note<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>",
         [("note", ARGUMENTS)],

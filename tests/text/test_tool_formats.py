@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
-from toolkit.api.openai.tools import FunctionTool, Tool
+from toolkit.api.openai.tools import CalledFunction, FunctionTool, Tool, ToolCall
+from toolkit.text.harmony import HarmonyFormat
 from toolkit.text.parsers import TOOL_FORMATS, detect_format
 from toolkit.text.reasoning import ReasoningFormat
 from toolkit.text.tool_formats import (
@@ -44,6 +45,7 @@ ANSWERS: list[tuple[type[ToolFormat], str, str, list[tuple[str, str]]]] = [
         [("late", '{"a": 1}')],
     ),
     (HermesFormat, '<tool_call>{"name": "bare"}</tool_call>', "", [("bare", "{}")]),
+    (HermesFormat, f"{HERMES_CALL[:-13]}}}\n</tool_call>\n", "", [("weather", PARIS)]),
     (HermesFormat, "See <tool_call>no JSON</tool_call>", "See <tool_call>no JSON</tool_call>", []),
     (
         HermesFormat,
@@ -128,6 +130,37 @@ def splits(text: str) -> list[list[str]]:
 def test_parser_output_does_not_depend_on_splits(tool_format, text, content, calls):
     for pieces in splits(text):
         assert parse(tool_format(["weather", "note"]), pieces) == (content, calls), pieces
+
+
+NO_OBJECTS = [
+    (json.dumps('{"a": [1, "\\u00e9"]}'), '{"a": [1, "\\u00e9"]}'),
+    ('"{}"', "{}"),
+    *((value, "{}") for value in ("null", '""', "7", "true", "[1, {}]", '"text"', '"[1]"')),
+]
+"""Arguments that models write, and those that clients expect."""
+
+
+@pytest.mark.parametrize(("given", "expected"), NO_OBJECTS)
+def test_arguments_are_an_object(given, expected):
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    expected_calls = [("f", expected)]
+    for tool_format, text in (
+        (HermesFormat, f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>'),
+        (HermesFormat, f'<tool_call>{{"arguments": {given}, "name": "f"}}</tool_call>'),
+        (Llama3Format, f'{{"name": "f", "parameters": {given}}}'),
+        (MistralFormat, f'[TOOL_CALLS][{{"name": "f", "arguments": {given}}}]'),
+        (HarmonyFormat, f"{call}{given}<|call|>"),
+    ):
+        for pieces in ([text], text):
+            assert parse(tool_format(["f"]), pieces)[1] == expected_calls, tool_format
+    history = ToolCall(id="1", function=CalledFunction(name="f", arguments=given)).to_template()
+    assert history["function"]["arguments"] == json.loads(expected)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Os', "plain text"])
+def test_broken_arguments_of_a_conversation_stay_text(arguments):
+    history = ToolCall(id="1", function=CalledFunction(name="f", arguments=arguments)).to_template()
+    assert history["function"]["arguments"] == arguments
 
 
 @pytest.mark.parametrize("tool_format", [HermesFormat, MistralFormat, Llama3Format])

@@ -13,7 +13,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidParamError
-from toolkit.text.tool_formats import EndError, Steps, ToolFormat, ToolText, arguments_schema
+from toolkit.text.tool_formats import (
+    EndError,
+    Steps,
+    ToolFormat,
+    ToolText,
+    arguments_object,
+    arguments_schema,
+)
 
 if TYPE_CHECKING:
     from toolkit.text.chat_template import Message
@@ -56,7 +63,7 @@ class HarmonyFormat(ToolFormat):
     answer is cut inside a header, that header is dropped."""
 
     markers = (START, END, CHANNEL, MESSAGE, CONSTRAIN)  # not the tokens that end an answer
-    _has_arguments = False  # of the open call
+    _early = ""  # arguments of the open call, until they are known to be an object
 
     @classmethod
     def opening_of(cls, prompt: list[int], tokenizer: Codec) -> str:
@@ -189,7 +196,7 @@ class HarmonyFormat(ToolFormat):
         if name and (name in self._names or (self._names and name != recipient)):
             index = self._begin(name)
             self.is_within_arguments = True
-            self._has_arguments = False
+            self._early = ""
             return lambda text: self._write_arguments(text, index)
         return self._writer(is_reasoning=_is_reasoning(header))
 
@@ -206,12 +213,17 @@ class HarmonyFormat(ToolFormat):
         return write
 
     def _write_arguments(self, text: str, index: int) -> None:
-        self._has_arguments = self._has_arguments or bool(text.strip())
-        self._emit(text, index)
+        if self._early.lstrip().startswith("{"):
+            self._emit(text, index)
+            return
+        self._early += text
+        if self._early.lstrip().startswith("{"):
+            self._emit(self._early, index)
 
     def _close_call(self) -> None:
         if self.is_within_arguments:
-            self._emit("" if self._has_arguments else "{}", self.num_calls - 1)
+            if not self._early.lstrip().startswith("{"):
+                self._emit(arguments_object(self._early.strip()), self.num_calls - 1)
             self.is_within_arguments = False
 
 

@@ -269,7 +269,8 @@ class ToolFormat(abc.ABC):
         if name is None:
             raise _NoCallError
         if index is None:
-            self._emit("".join(early_arguments) or "{}", self._begin(name))
+            index = self._begin(name)
+            self._emit(arguments_object("".join(early_arguments)), index)
 
     def _begin(self, name: str) -> int:
         """Report a call, and return its index."""
@@ -280,9 +281,16 @@ class ToolFormat(abc.ABC):
         return index
 
     def _arguments(self, index: int) -> Steps:
-        """Parse the arguments of a call, and emit them as they arrive."""
+        """Parse the arguments of a call, and emit them as they arrive.
+
+        Those that are no object are emitted at their end, as one."""
         self.is_within_arguments = True
-        yield from self._value(lambda character: self._emit(character, index))
+        if (yield from self._peek()) == "{":
+            yield from self._value(lambda character: self._emit(character, index))
+        else:
+            value: list[str] = []
+            yield from self._value(value.append)
+            self._emit(arguments_object("".join(value)), index)
         self.is_within_arguments = False
 
     def _check_name(self, name: str) -> None:  # noqa: B027  # most formats accept any name
@@ -341,6 +349,8 @@ class HermesFormat(ToolFormat):
             yield from self._skip_space()
             if (yield from self._call()):
                 yield from self._skip_space()
+                while (yield from self._skip("}")):  # models write one too many
+                    yield from self._skip_space()
                 yield from self._skip("</tool_call>")
 
 
@@ -438,6 +448,20 @@ class MistralFormat(ToolFormat):
             characters.append(self._text[self._at])
             self._at += 1
         return "".join(characters)
+
+
+def arguments_object(text: str) -> str:
+    """Return arguments as the JSON of an object, which clients expect.
+
+    Models also write an object as a string, or something else for no arguments. Text that is not
+    JSON stays."""
+    try:
+        value = json.loads(text or "{}", strict=False)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(value, str):
+        return arguments_object(value) if value.lstrip().startswith("{") else "{}"
+    return text if text and isinstance(value, dict) else "{}"
 
 
 def partial_marker_size(text: str, marker: str) -> int:

@@ -132,10 +132,6 @@ def test_finished_answer_is_completed(http: httpx.Client) -> None:
         ({"input": [{"type": "web_search_call", "id": "1"}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
         (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
-            "input",
-        ),
-        (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input",
         ),

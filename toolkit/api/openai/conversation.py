@@ -1,6 +1,7 @@
 """Shared by chats, responses and Anthropic's messages: the prompt of a conversation, its answer."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.text.harmony import adapt_conversation, is_harmony
 from toolkit.text.tokenizer import Tokenizer
 
+_READS_OBJECTS = re.compile(r"\.(?:items|keys)\(|\|\s*(?:items|dictsort)\b")
+"""In a chat template: it may read the arguments of calls one by one."""
 LONG_CONVERSATION = 20_000
 """Characters above which a conversation is rendered and tokenized in a thread."""
 
@@ -160,8 +163,25 @@ def _adapt(
     messages = body.conversation()
     tokenizer = service.engine.tokenizer
     template = body.chat_template or (tokenizer.chat_template_text if tokenizer is not None else "")
+    if _READS_OBJECTS.search(template):
+        messages = [with_objects(message) for message in messages]
     if is_harmony(template):
         return adapt_conversation(messages, options)
     if "developer" not in template:
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     return messages, options
+
+
+def with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have objects as arguments, empty ones for broken text."""
+    calls = message.get("tool_calls")
+    if not calls or all(isinstance(call["function"]["arguments"], dict) for call in calls):
+        return message
+    return message | {"tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], dict):
+        return call
+    return call | {"function": function | {"arguments": {}}}

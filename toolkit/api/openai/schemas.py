@@ -346,12 +346,14 @@ class ChatMessage(Body):
     )
 
     def to_template(self) -> dict[str, Any]:
-        """Join content parts to one text and leave empty fields out."""
-        message: dict[str, Any] = {
-            "role": self.role,
-            "content": _text(self.content) or self.refusal or "",
-        }
+        """Join content parts to one text and leave empty fields out.
+
+        The content of calls without any is none."""
+        content = _text(self.content) or self.refusal or ""
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
+            if self.content is None and not content:
+                message["content"] = None
             message["tool_calls"] = [call.to_template() for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, name):

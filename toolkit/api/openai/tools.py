@@ -10,6 +10,7 @@ from toolkit.api.http.body_fields import Body, Text
 from toolkit.api.openai.response_format import Schema
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.json_schema import close_objects
+from toolkit.text.tool_formats import arguments_object
 
 
 class FunctionTool(Body):
@@ -88,14 +89,12 @@ class ToolCall(Body):
     def to_template(self) -> dict[str, Any]:
         """Return the call with parsed arguments, as chat templates expect them.
 
-        Raises InvalidRequestError for arguments that are not JSON."""
+        Arguments that are not the JSON of an object, as when an answer was cut off, stay text."""
+        text = arguments_object(self.function.arguments)
         try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(
-                f"The arguments of the tool call {self.id!r} are not JSON: {error}",
-                param="messages",
-            ) from None
+            arguments = json.loads(text)
+        except (ValueError, RecursionError):
+            arguments = text
         return {
             "id": self.id,
             "type": "function",
