@@ -223,3 +223,12 @@ def test_adapters_are_found_like_models(hub, ask, tmp_path):
     assert ask(locate_adapter, "org/sql", HF_HUB_OFFLINE="1") == str(found)
     assert ask(locate_adapter, "./adapter") == "adapter"
     assert "There is no model org/other" in ask(locate_adapter, "org/other")
+
+
+def test_paths_of_models_are_absolute(tmp_path, monkeypatch):
+    """A grammar's tokenizer is read later, when the process may be in another folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    assert locate("model") == locate_tokenizer("model") == tmp_path / "model"

@@ -26,8 +26,9 @@ def locate(model: str | None, revision: str | None = None) -> Path:
     """Return a model's folder: `model` itself, or its snapshot in the hub's cache.
 
     A GGUF file, of a split model the first, stands for a folder. A missing snapshot is downloaded.
-    None is the demo model. Raises ModelNotFoundError with the places searched, and CheckpointError
-    for a folder that is not a model."""
+    None is the demo model. The path is absolute: the process may change its folder later. Raises
+    ModelNotFoundError with the places searched, and CheckpointError for a folder that is not a
+    model."""
     if model is None:
         from toolkit.demo import MODEL_DIR
 
@@ -37,7 +38,7 @@ def locate(model: str | None, revision: str | None = None) -> Path:
         names = [path.name for path in folder.iterdir()]
         file = choose_gguf(names, None, str(folder))
         if file is not None:
-            return folder / file
+            return folder.absolute() / file
         if not (folder / "config.json").is_file():
             if (folder / "adapter_config.json").is_file():
                 raise CheckpointError(
@@ -48,9 +49,9 @@ def locate(model: str | None, revision: str | None = None) -> Path:
             raise CheckpointError(
                 f"{folder} is not a model folder: it has no config.json (it has {found})."
             )
-        return folder
+        return folder.absolute()
     if is_gguf(folder):
-        return split_files(folder)[0]
+        return split_files(folder)[0].absolute()
     if folder.exists():
         raise CheckpointError(
             f"{folder} is a file. A model is a folder with config.json, weights and a tokenizer, "
@@ -63,7 +64,7 @@ def locate_tokenizer(name: str) -> Path:
     """Return the folder of a tokenizer, which may have no model. Raises as `locate` does."""
     folder = Path(name).expanduser()
     if folder.is_dir() and any(folder.glob("token*")):
-        return folder
+        return folder.absolute()
     return locate(name) if folder.exists() else _from_hub(name, None, with_weights=False)
 
 

@@ -32,7 +32,7 @@ KINDS = {
     "choice": grammar(choice=["ABCABCABCABC", "ABCABCABCABA", "CCCCCCCC"]),
     "grammar and penalties": grammar(regex="[A-D]{20}") | {"presence_penalty": 0.2},
     "grammar and bias": grammar(regex="[A-D]{9,}") | {"logit_bias": {B: 2.0}},
-    "min_tokens": {"min_tokens": 5, "stop_token_ids": [A, B]},
+    "min_tokens": {"min_tokens": 7, "stop_token_ids": [A, B]},
     "bias": {"logit_bias": {A: 1.5, C: -0.5}, "logprobs": 0},
     "bad words": {"bad_words_token_ids": [[A, A], [B, C, B], [C, A, B, C], [D]]},
     "allowed tokens": {"allowed_token_ids": [A, B, D]},
@@ -66,7 +66,7 @@ def requests() -> tuple[list[dict], list[SamplingParams]]:
     params = []
     for number in range(NUM_REQUESTS):
         kind = list(KINDS.values())[number % len(KINDS)]
-        given = {"temperature": 0.7 * (number % 2), "max_tokens": 6, "seed": number}
+        given = {"temperature": 0.7 * (number % 2), "max_tokens": 8, "seed": number}
         params.append(SamplingParams(**given | kind))
     return [{"prompt_token_ids": prompt} for prompt in prompts], params
 

@@ -132,7 +132,7 @@ def test_logprobs_equal_transformers(
 
 
 def test_logprob_bytes_add_up_to_the_answer(client: openai.OpenAI) -> None:
-    """A token with half a character has no text, but its bytes are reported."""
+    """A token with half a character is named by its bytes."""
     answer = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -146,7 +146,10 @@ def test_logprob_bytes_add_up_to_the_answer(client: openai.OpenAI) -> None:
     text = b"".join(bytes(e.bytes) for e in entries if bytes(e.bytes) not in special)
     assert text.decode(errors="replace") == answer.message.content
     assert all(e.top_logprobs == [] for e in entries)
-    assert any(e.token == "" and e.bytes for e in entries)
+    parts = [e for e in entries if e.token.startswith("bytes:")]
+    assert parts
+    for part in parts:
+        assert part.token == "bytes:" + "".join(rf"\x{byte:02x}" for byte in part.bytes)
 
 
 def test_sampled_logprob_equals_its_top_logprob_exactly(

@@ -95,9 +95,7 @@ def test_echoed_prompt_logprobs_equal_transformers(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_index_the_text_and_keys_of_parts_of_characters_differ(
-    client: openai.OpenAI, stream: bool
-) -> None:
+def test_offsets_index_the_text_and_keys_differ(client: openai.OpenAI, stream: bool) -> None:
     answer = client.completions.create(
         prompt="東京 tk", max_tokens=24, echo=True, logprobs=20, stream=stream,
         extra_body=forever(), **GREEDY,

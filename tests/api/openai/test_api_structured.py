@@ -424,7 +424,7 @@ def test_content_before_a_call_is_parsed(ai):
 
 
 def test_cut_arguments_in_the_history_are_rendered(served, folder):
-    """They are text, or an empty object for a template that reads them one by one."""
+    """Text, or an empty object for a template that reads arguments one by one."""
     import transformers
 
     call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "Os'}}
