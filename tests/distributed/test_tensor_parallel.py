@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.checkpoints import VOCAB, generate
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
@@ -233,7 +233,7 @@ class TestTwoRanks:
         )
         prompt = {"prompt_token_ids": [5, 6, 7]}
         [expected] = llm.generate([prompt], params, use_tqdm=False)
-        constraints = llm._core._constraints
+        constraints = engines.constraints(llm)
         masks, calls = constraints.masks, []
 
         def failing_once(requests):
@@ -284,7 +284,7 @@ def test_no_step_runs_after_an_interrupt_or_error(sharded, monkeypatch, error, r
     GPU memory is not released either, since that would wait for running steps."""
     gpu = GPUShutdown(monkeypatch)
     llm = sharded("gpt2")
-    worker = llm._core.executor._worker
+    worker = engines.worker(llm)
     execute = worker.execute
 
     def fail(step):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from toolkit import LLM, AsyncLLM, SamplingParams
 from toolkit.engine.cores import replica, revival
 from toolkit.engine.cores.launch import Launch
@@ -177,7 +177,8 @@ async def test_answers_share_the_prompt_after_a_restart(scripted, checkpoint):
     ]
 
     settings = {"device": "cpu", "block_size": 16, "num_gpu_blocks_override": 100}
-    second = LLM(str(checkpoint("llama3-gqa")), enable_prefix_caching=False, **settings)._core
+    folder = str(checkpoint("llama3-gqa"))
+    second = engines.core(LLM(folder, enable_prefix_caching=False, **settings))
     for rest in core.received:
         second.add(rest)
     while not all(len(live.output_token_ids) > 2 for live in second.scheduler.requests):
@@ -263,10 +264,10 @@ def test_every_kind_of_model_resumes_the_answers_of_another_core(
     expected = list(checkpoints.generate(first, [PROMPT], max_tokens=20)[0].outputs[0].token_ids)
     rest = request("one")
     rest.output_token_ids = expected[:7]
-    second._core.add(rest)
+    engines.core(second).add(rest)
     tokens: list[int] = []
-    while second._core.has_work:
-        for message in second._core.step().values():
+    while engines.core(second).has_work:
+        for message in engines.core(second).step().values():
             tokens += [token for output in message.outputs for token in output.token_ids]
             tokens += np.frombuffer(message.token_ids, np.int32).tolist()
     assert tokens == expected[7:]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import engines
 from toolkit import LLM, SamplingParams
 from toolkit.errors import EngineError, InvalidRequestError
 
@@ -42,13 +43,13 @@ def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -
     for index, prompt in enumerate(prompts):
         _, request = llm._inputs.process(prompt, params)
         request.number = index
-        llm._core.add(request)
+        engines.core(llm).add(request)
     tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
     ends: dict[int, tuple] = {}
     for _ in range(2000):
-        if not llm._core.has_work:
+        if not engines.core(llm).has_work:
             break
-        message = llm._core.step()[0]
+        message = engines.core(llm).step()[0]
         columns = (
             np.frombuffer(message.numbers, np.int64),
             np.frombuffer(message.token_ids, np.int32),
@@ -59,8 +60,8 @@ def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -
             tokens[output.number] += output.token_ids
             if output.finish_reason is not None:
                 ends[output.number] = (output.finish_reason, output.error)
-    assert not llm._core.has_work
-    assert llm._core.scheduler.pool.usage == 0.0
+    assert not engines.core(llm).has_work
+    assert engines.scheduler(llm).pool.usage == 0.0
     return {i: (tokens[i], *ends[i]) for i in range(len(prompts))}
 
 
@@ -68,7 +69,7 @@ def fail_when(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, reason: Callable[[torch.Tensor], Exception | None]
 ):
     """Make the model raise the error that `reason` returns for a step's token ids."""
-    runner = llm._core.executor._worker.runner
+    runner = engines.runner(llm)
     forward = runner.model.forward
     seen: list[torch.Tensor] = []
 
@@ -115,14 +116,14 @@ def test_generate_names_the_failed_request_and_works_afterwards(llm, expected, m
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()]
 )
 def test_out_of_memory_shrinks_steps_and_keeps_answers_right(llm, expected, monkeypatch, error):
-    before = llm._core.scheduler.max_num_batched_tokens
+    before = engines.scheduler(llm).max_num_batched_tokens
     errors = iter([None, error])
     seen = fail_when(llm, monkeypatch, lambda ids: next(errors, None))
     results = drive(llm, [*PROMPTS])
     assert [results[i] for i in range(len(PROMPTS))] == [
         (tokens, "length", None) for tokens in expected
     ]
-    after = llm._core.scheduler.max_num_batched_tokens
+    after = engines.scheduler(llm).max_num_batched_tokens
     assert after < before
     assert all(len(ids) <= after for ids in seen[3:])
 
@@ -131,7 +132,7 @@ def run_with_one_failure(
     llm: LLM, patch: pytest.MonkeyPatch
 ) -> tuple[list[weakref.ref], weakref.ref]:
     """Return weak references to the activations of each step, and to the model."""
-    model = llm._core.executor._worker.runner.model
+    model = engines.model(llm)
     forward = model.forward
     held: list[weakref.ref] = []
 
@@ -173,7 +174,7 @@ def test_permanent_out_of_memory_ends_requests_with_advice(llm, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_non_finite_logits_fail_only_their_request(llm, expected, temperature):
     """A token's embedding is NaN. Its blocks are used again afterwards."""
-    model = llm._core.executor._worker.runner.model
+    model = engines.model(llm)
     with torch.inference_mode():
         model.embed.weight.values[POISON] = torch.nan
     params = SamplingParams(
@@ -197,7 +198,7 @@ def test_a_persistent_device_error_stops_the_engine(llm, monkeypatch):
 
 
 def test_failure_lasts_until_a_step_succeeds(llm, monkeypatch):
-    core = llm._core
+    core = engines.core(llm)
     with monkeypatch.context() as patch:
         fail_when(llm, patch, lambda ids: RuntimeError("a kernel crashed"))
         drive(llm, [[7, 9]])
@@ -209,7 +210,7 @@ def test_failure_lasts_until_a_step_succeeds(llm, monkeypatch):
     assert (tokens, reason) == ([5], "error")
     assert core.failure is None
     with torch.inference_mode():
-        core.executor._worker.runner.model.embed.weight.values[POISON] = torch.nan
+        engines.model(llm).embed.weight.values[POISON] = torch.nan
     drive(llm, [[POISON, 3]])
     assert "not finite" in core.failure
 

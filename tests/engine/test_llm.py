@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.checkpoints import EOS, VOCAB
 from toolkit import LLM, SamplingParams
 from toolkit.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -34,7 +34,7 @@ def check_cleanup(request):
     """Check after every test that the engine is idle and its cache is free."""
     yield
     if "llm" in request.fixturenames:
-        scheduler = request.getfixturevalue("llm")._core.scheduler
+        scheduler = engines.scheduler(request.getfixturevalue("llm"))
         assert scheduler.num_unfinished == 0
         assert scheduler.pool.num_free == scheduler.pool.num_blocks
         assert not request.getfixturevalue("llm")._outputs.requests
@@ -134,7 +134,7 @@ class TestPrompts:
         ],
     )
     def test_one_invalid_prompt_prevents_the_whole_call(self, llm, monkeypatch, bad, message):
-        monkeypatch.setattr(llm._core, "step", lambda: pytest.fail("something ran"))
+        monkeypatch.setattr(engines.core(llm), "step", lambda: pytest.fail("something ran"))
         with pytest.raises(InvalidRequestError, match=message):
             llm.generate(["good", bad, "good"], greedy())
 
@@ -314,10 +314,10 @@ class TestStream:
     def test_closing_a_stream_frees_its_blocks(self, llm):
         stream = llm.stream("The sea", greedy(max_tokens=100))
         next(stream)
-        assert llm._core.scheduler.num_unfinished == 1
+        assert engines.scheduler(llm).num_unfinished == 1
         stream.close()
-        assert llm._core.scheduler.num_unfinished == 0
-        assert llm._core.scheduler.pool.usage == 0.0
+        assert engines.scheduler(llm).num_unfinished == 0
+        assert engines.scheduler(llm).pool.usage == 0.0
 
     def test_two_streams_and_a_batch_can_be_interleaved(self, llm):
         settings = greedy(max_tokens=10)
@@ -355,7 +355,7 @@ class TestAfterAnException:
         )
         stream = llm.stream([9, 9, 9], greedy(max_tokens=20))
         prefix = next(stream).token_ids
-        model = llm._core.executor._worker.runner.model
+        model = engines.model(llm)
         forward, calls = model.forward, []
 
         def interrupt(*args: object) -> torch.Tensor:
@@ -374,8 +374,8 @@ class TestAfterAnException:
         ]
         rest = [token for delta in stream for token in delta.token_ids]
         assert prefix + rest == checkpoints.greedy(reference, [9, 9, 9], 20)
-        assert llm._core.scheduler.pool.usage == 0.0
-        assert llm._core.scheduler.num_steps_in_flight == 0
+        assert engines.scheduler(llm).pool.usage == 0.0
+        assert engines.scheduler(llm).num_steps_in_flight == 0
 
     def test_calls_after_shutdown_raise(self, checkpoint):
         llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
@@ -390,7 +390,7 @@ class TestAfterAnException:
 
 def test_a_steps_work_is_computed(checkpoint):
     llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
-    core, info = llm._core, llm.info
+    core, info = engines.core(llm), llm.info
     work = []
     observe = core.stats
     core.stats = lambda step=None, num_sampled=0: (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from toolkit import LLM, SamplingParams
 from toolkit.engine.front.output_processor import IncrementalDetokenizer
 from toolkit.text.tokenizer import TextStream, Tokenizer
@@ -310,7 +310,7 @@ class TestStopStrings:
             deltas = list(llm.stream("The sea", SamplingParams(stop=stop, **params)))
             assert "".join(delta.text for delta in deltas) == answer.text
             assert deltas[-1].stop_reason == stop
-            assert llm._core.scheduler.num_unfinished == 0
+            assert engines.scheduler(llm).num_unfinished == 0
 
 
 def test_a_stop_string_before_min_tokens_ends_nothing_later():

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from tests import engines
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
 from toolkit.kernels import cpu
@@ -29,7 +30,7 @@ class Steps:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm, self.num_runs = llm, 0
         self.logits: list[torch.Tensor] = []
-        model, run = llm._core.executor._worker.runner.model, Program.run
+        model, run = engines.model(llm), Program.run
         compute = model.logits
 
         def counted(program: Program) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.checkpoints import generate
 from tests.models.conftest import Case
 from tests.models.decoders import make_decoder
@@ -215,7 +215,7 @@ def test_decoders_run_on_a_gpu(tmp_path, model_type, dtype):
 
     case = decoder(model_type, tmp_path)
     llm = case.engine(device="cuda", dtype=dtype, max_model_len=160, **SIZES)
-    has_graphs = bool(llm._core.executor._worker.runner._graphs)
+    has_graphs = bool(engines.graphs(llm))
     assert has_graphs == (dtype == "bfloat16" or model_type == "apertus")
     noise = Noise(case).tolerance(dtype)
     case.assert_greedy(generate(llm, case.prompts), noise)

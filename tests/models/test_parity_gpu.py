@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.checkpoints import NEW_TOKENS, VOCAB, generate
 from tests.models.architectures import ARCHITECTURES, OVERFLOWS_FP16, POSITIONS
 from tests.models.conftest import SMALL_POOL, Case
@@ -80,7 +80,7 @@ def check(case: Case, noise: Noise, dtype: str, settings: dict) -> None:
         pytest.skip("overflows in fp16")
     llm = case.engine(dtype=dtype, **SIZES, **settings)
     case.assert_greedy(generate(llm, case.prompts), noise.tolerance(dtype))
-    assert llm._core.scheduler.pool.usage == 0
+    assert engines.scheduler(llm).pool.usage == 0
     llm.shutdown()
 
 
@@ -131,7 +131,7 @@ def test_prefix_cache_hits_parallel_answers_and_prompt_logprobs(few, dtype):
 def test_starting_a_step_never_waits_for_the_gpu(checkpoint, monkeypatch, eager):
     """For all kinds of requests. PyTorch raises an error if it would wait for the GPU."""
     llm = LLM(str(checkpoint("qwen3")), kv_cache_memory=0.05, max_num_seqs=16, enforce_eager=eager)
-    worker, steps = llm._core.executor._worker, []
+    worker, steps = engines.worker(llm), []
     execute = worker.execute
 
     def watched(step):
@@ -400,7 +400,7 @@ def test_step_out_of_memory_is_split(checkpoint, monkeypatch):
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(6)]
     llm = case.engine(dtype="float32", kv_cache_memory=0.05, max_num_seqs=8)
-    runner = llm._core.executor._worker.runner
+    runner = engines.runner(llm)
     execute, failures = runner.execute, [0]
 
     def failing(step):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import engines
 from tests.checkpoints import VOCAB
 from toolkit import LLM, SamplingParams
 from toolkit.sampling.params import answer_seed
@@ -82,12 +83,10 @@ def test_preemption_does_not_change_the_text(llm, tight, swap):
     requests = [(PROMPT * 3, seeded(kind, 5, min_tokens=24)) for kind in KINDS]
     expected = [tokens(llm, one)[0] for one in requests]
     small = tight(swap)
-    counts: list[int] = []
-    take = small._core.scheduler.take_stats
-    small._core.scheduler.take_stats = lambda: (s := take(), counts.append(s.num_preemptions))[0]
+    num_preempted = engines.count_stats(small, "num_preemptions")
     filler = [([i] * 30, SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(4)]
     assert tokens(small, *filler, *requests)[4:] == expected
-    assert sum(counts) > 0
+    assert num_preempted() > 0
 
 
 def test_different_seeds_give_different_texts(llm):

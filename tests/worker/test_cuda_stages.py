@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import engines
 from tests.worker.stages import TwoStages
 from tests.worker.test_cuda_state import PARAMS
 from toolkit import LLM, SamplingParams
@@ -51,7 +52,7 @@ def test_two_gpu_stages_sample_as_one_cpu_runner(
             **settings,
         )
         if stages > 1:
-            runners = [worker.runner for worker in llm._core.executor.workers]
+            runners = [worker.runner for worker in engines.executor(llm).workers]
             assert [type(runner).__name__ for runner in runners] == ["CudaRunner"] * 2
         return llm.generate(prompts, params, use_tqdm=False)
 

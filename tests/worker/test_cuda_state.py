@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import engines
 from toolkit import LLM, SamplingParams
 from toolkit.attention import AttentionBatch, AttentionShape, HeadTransform
 from toolkit.attention.triton import TritonBackend
@@ -150,7 +151,7 @@ def test_the_gpu_runner_samples_as_the_cpu_runner(checkpoint, triton_runs, monke
     def answers() -> list:
         settings = {"max_num_seqs": 5, "block_size": 4, "max_num_batched_tokens": 40}
         llm = LLM(str(checkpoint(name)), device="cpu", attention_backend="torch", **settings)
-        runner = llm._core.executor._worker.runner
+        runner = engines.runner(llm)
         found = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         llm.shutdown()
         return [type(runner).__name__, *(result.outputs[0] for result in found)]
@@ -190,7 +191,7 @@ def test_warm_up_compiles_all_kinds_of_steps(checkpoint, triton_runs, monkeypatc
     }
     settings["enforce_eager"] = True
     llm = LLM(str(checkpoint("qwen3")), device="cpu", attention_backend=backend, **settings)
-    worker = llm._core.executor._worker
+    worker = engines.worker(llm)
     sizes = []
     attend = worker.runner.backend.forward
 

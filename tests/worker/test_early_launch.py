@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from toolkit import LLM, SamplingParams
 
 pytest.importorskip("triton")
@@ -54,7 +54,7 @@ def answers(folder: Path, settings: dict[str, Any], repeats: int) -> list[list[A
         enable_prefix_caching=False,
         **settings,
     )
-    assert llm._core.executor._worker.runner._graphs
+    assert engines.graphs(llm)
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
     seeded = SamplingParams(temperature=1.0, seed=1, top_p=0.9, max_tokens=24, ignore_eos=True)
     found = []

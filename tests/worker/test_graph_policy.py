@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from toolkit import LLM
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.gpu.graph_policy import GraphPolicy
@@ -117,7 +117,7 @@ POOL_MIB = 600
 def test_graphs_cost_little_time_and_memory(tmp_path):
     checkpoints.save_config("Qwen3", SIZES | HEADS | {"max_position_embeddings": 32768}, tmp_path)
     llm = LLM(str(tmp_path), load_format="dummy", dtype="bfloat16", gpu_memory_utilization=0.3)
-    worker = llm._core.executor._worker
+    worker = engines.worker(llm)
     runner, shapes = worker.runner, worker.runner.policy.shapes
     with worker.on_stream(), torch.inference_mode():
         runner.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from toolkit import LLM, SamplingParams
 from toolkit.worker.gpu.graph_policy import StepShape
 
@@ -69,7 +69,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_no_shape_of_a_step_compiles(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    worker = llm._core.executor._worker
+    worker = engines.worker(llm)
     most = len(worker.runner.state.block_table) - 1
     longest = worker.info.max_model_len
     decode = [
@@ -109,7 +109,7 @@ def test_no_option_of_a_request_compiles(llm: LLM, caplog: pytest.LogCaptureFixt
     ]
     params = [SamplingParams(max_tokens=8, ignore_eos=True, **more) for more in options]
     prompts = [{"prompt_token_ids": list(range(1, 5 + 9 * i)) * 2} for i in range(len(params))]
-    worker = llm._core.executor._worker
+    worker = engines.worker(llm)
     worker.runner.num_compiled()
     counts: list[int] = []
     take = worker.runner.num_compiled

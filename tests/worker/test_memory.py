@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests import engines
 from toolkit import LLM
 from toolkit.config import CacheConfig
 from toolkit.errors import OutOfMemoryError
@@ -118,7 +119,7 @@ def test_shutdown_frees_gpu_memory_and_logs_a_failed_gpu(checkpoint, monkeypatch
 
     monkeypatch.setattr("toolkit.worker.worker.empty_cache", empty_cache)
     llm = LLM(str(checkpoint("gpt2")), device="cpu", max_num_seqs=2)
-    llm._core.executor._worker._stream = object()  # as on a GPU
+    engines.worker(llm)._stream = object()  # as on a GPU
     llm.shutdown()
     llm.shutdown()
     assert calls == [1]

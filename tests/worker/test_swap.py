@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from tests import engines
 from toolkit import LLM
 from toolkit.hardware.memory import is_fatal, is_out_of_memory
 from toolkit.worker import kv_cache
@@ -22,7 +23,7 @@ def test_swapped_blocks_come_back_unchanged(checkpoint, monkeypatch, piece):
         block_size=4,
         swap_space=0.01,
     )
-    cache = llm._core.executor._worker.runner.cache
+    cache = engines.runner(llm).cache
     cache.blocks.copy_(torch.randn_like(cache.blocks))
     before = cache.blocks.clone()
     blocks = random.Random(piece).sample(range(60), 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests import engines
 from toolkit import LLM, SamplingParams
 from toolkit.worker.startup.warm_up import WarmUp
 
@@ -15,6 +16,6 @@ def test_warm_up_changes_no_answer(checkpoint):
 
     folder = str(checkpoint("qwen3"))
     cold, warm = (LLM(folder, device="cpu", max_num_seqs=8, block_size=4) for _ in range(2))
-    worker = warm._core.executor._worker
+    worker = engines.worker(warm)
     WarmUp(worker.runner, worker.info, 8).run()
     assert answers(warm) == answers(cold)

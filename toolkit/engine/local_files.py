@@ -16,6 +16,6 @@ def with_local_files(config: EngineConfig) -> EngineConfig:
     if wanted is None or wanted.model is None:
         return config
     with errors_about("the drafter of --speculative-config"):
-        folder = str(locate(wanted.model, wanted.revision).absolute())
+        folder = str(locate(wanted.model, wanted.revision))
     given = dict(config.speculation.speculative_config or {}) | {"model": folder}
     return dataclasses.replace(config, speculation=SpeculationConfig(speculative_config=given))

@@ -13,14 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidParamError
-from toolkit.text.tool_formats import (
-    EndError,
-    Steps,
-    ToolFormat,
-    ToolText,
-    arguments_object,
-    arguments_schema,
-)
+from toolkit.text.tool_formats import EndError, Steps, ToolFormat, ToolText, arguments_schema
 
 if TYPE_CHECKING:
     from toolkit.text.chat_template import Message
@@ -63,7 +56,6 @@ class HarmonyFormat(ToolFormat):
     answer is cut inside a header, that header is dropped."""
 
     markers = (START, END, CHANNEL, MESSAGE, CONSTRAIN)  # not the tokens that end an answer
-    _early = ""  # arguments of the open call, until they are known to be an object
 
     @classmethod
     def opening_of(cls, prompt: list[int], tokenizer: Codec) -> str:
@@ -196,7 +188,6 @@ class HarmonyFormat(ToolFormat):
         if name and (name in self._names or (self._names and name != recipient)):
             index = self._begin(name)
             self.is_within_arguments = True
-            self._early = ""
             return lambda text: self._write_arguments(text, index)
         return self._writer(is_reasoning=_is_reasoning(header))
 
@@ -212,19 +203,9 @@ class HarmonyFormat(ToolFormat):
 
         return write
 
-    def _write_arguments(self, text: str, index: int) -> None:
-        if self._early.lstrip().startswith("{"):
-            self._emit(text, index)
-            return
-        self._early += text
-        if self._early.lstrip().startswith("{"):
-            self._emit(self._early, index)
-
     def _close_call(self) -> None:
         if self.is_within_arguments:
-            if not self._early.lstrip().startswith("{"):
-                self._emit(arguments_object(self._early.strip()), self.num_calls - 1)
-            self.is_within_arguments = False
+            self._close_arguments(self.num_calls - 1)
 
 
 def content_of(answer: str, *, opening: str = "", is_cut: bool = False) -> str:

@@ -100,6 +100,7 @@ def _environment() -> jinja2.Environment:
         finalize=finalize,
     )
     environment.filters["tojson"] = _tojson
+    environment.tests["none"] = _is_none
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
 
@@ -125,6 +126,19 @@ def _limiter() -> Callable[[jinja2.Environment], Any]:
         visit_Macro = visit_CallBlock = visit_For  # noqa: N815
 
     return Limiter
+
+
+def _is_none(value: Any) -> bool:
+    """Return True for none, and for a message's content that is missing.
+
+    Null fields are dropped, as in Transformers, since templates print them or fail. But those of
+    DeepSeek render calls only where the content is none."""
+    from jinja2 import Undefined
+
+    if not isinstance(value, Undefined):
+        return value is None
+    message = value._undefined_obj
+    return value._undefined_name == "content" and isinstance(message, dict) and "role" in message
 
 
 def _raise_exception(message: str) -> None:

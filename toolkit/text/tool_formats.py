@@ -97,6 +97,8 @@ class ToolFormat(abc.ABC):
         self._candidate: int | None = None
         """Start of text that is a call or, if it turns out not to be one, content."""
         self._has_ended = self._is_cut = False
+        self._waiting: list[str] = []  # arguments of the last call that are not emitted
+        self._is_object: bool | None = None  # these arguments are an object. None: not known yet
         self._output: list[ToolText] = []
         self._steps = self._run()
 
@@ -277,20 +279,31 @@ class ToolFormat(abc.ABC):
         index = self.num_calls
         self.num_calls += 1
         self._candidate = None
+        self._waiting, self._is_object = [], None
         self._emit("", index, name)
         return index
 
     def _arguments(self, index: int) -> Steps:
-        """Parse the arguments of a call, and emit them as they arrive.
-
-        Those that are no object are emitted at their end, as one."""
+        """Parse the arguments of a call, and emit them as they arrive."""
         self.is_within_arguments = True
-        if (yield from self._peek()) == "{":
-            yield from self._value(lambda character: self._emit(character, index))
-        else:
-            value: list[str] = []
-            yield from self._value(value.append)
-            self._emit(arguments_object("".join(value)), index)
+        yield from self._value(lambda character: self._write_arguments(character, index))
+        self._close_arguments(index)
+
+    def _write_arguments(self, text: str, index: int) -> None:
+        """Emit arguments. Those that are no object wait for their end."""
+        if not self._is_object:
+            self._waiting.append(text)
+            if self._is_object is None and text.strip():
+                self._is_object = text.lstrip().startswith("{")
+            if not self._is_object:
+                return
+            text = "".join(self._waiting)
+        self._emit(text, index)
+
+    def _close_arguments(self, index: int) -> None:
+        """End the arguments of a call."""
+        if not self._is_object:
+            self._emit(arguments_object("".join(self._waiting).strip()), index)
         self.is_within_arguments = False
 
     def _check_name(self, name: str) -> None:  # noqa: B027  # most formats accept any name

@@ -97,7 +97,7 @@ def test_echoed_prompt_logprobs_equal_transformers(
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_index_the_text_and_keys_differ(client: openai.OpenAI, stream: bool) -> None:
     answer = client.completions.create(
-        prompt="東京 tk", max_tokens=24, echo=True, logprobs=20, stream=stream,
+        prompt="東京 tk", max_tokens=24, echo=True, logprobs=100, stream=stream,
         extra_body=forever(), **GREEDY,
     )  # fmt: skip
     parts = [part.choices[0] for part in answer] if stream else answer.choices
@@ -111,8 +111,23 @@ def test_offsets_index_the_text_and_keys_differ(client: openai.OpenAI, stream: b
         is_shown = not token.startswith("bytes:") and not token.startswith("<|")
         assert not is_shown or text[offset:].startswith(token), token
     for likeliest in [top for one in given for top in one.top_logprobs[1:] if top]:
-        assert len(likeliest) in (20, 21)
+        assert len(likeliest) in (100, 101)
         assert [*likeliest.values()] == sorted(likeliest.values(), reverse=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_of_a_stop_string_are_the_end_of_the_text(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    answer = client.completions.create(
+        prompt=PROMPT, max_tokens=9, logprobs=0, stop="def", stream=stream,
+        extra_body={"structured_outputs": {"choice": ["abcdefgh"]}}, **GREEDY,
+    )  # fmt: skip
+    parts = [part.choices[0] for part in answer] if stream else answer.choices
+    assert "".join(part.text for part in parts) == "abc"
+    offsets = [at for part in parts if part.logprobs for at in part.logprobs.text_offset]
+    assert offsets[:4] == [0, 1, 2, 3]
+    assert offsets[4 if not stream else -1 :] == [3] * (2 if not stream else 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])

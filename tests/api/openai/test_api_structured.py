@@ -17,9 +17,6 @@ import pytest
 from tests import checkpoints
 from tests.local import LocalServer
 from tests.server import Server
-from toolkit.api.openai.conversation import with_objects
-from toolkit.api.openai.schemas import ChatMessage
-from toolkit.api.openai.tools import ToolCall
 
 THINK, END_OF_THINKING = 260, 261
 TEMPLATE = """\
@@ -421,26 +418,6 @@ def test_content_before_a_call_is_parsed(ai):
         plain = create(ai, extra_body=extra, **body).choices[0]
         assert (plain.message.content, plain.message.tool_calls) == (text, None)
         assert plain.finish_reason == "stop"
-
-
-def test_cut_arguments_in_the_history_are_rendered(served, folder):
-    """Text, or an empty object for a template that reads arguments one by one."""
-    import transformers
-
-    call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "Os'}}
-    messages = [*ASK, {"role": "assistant", "tool_calls": [call]}]
-    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
-    answer = served.http.post("/v1/chat/completions", json=body).raise_for_status().json()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert json.dumps(call["function"]["arguments"]) in tokenizer.decode(answer["prompt_token_ids"])
-    item = {"type": "function_call", "call_id": "1"} | call["function"]
-    answer = served.http.post("/v1/responses", json={"input": [item], "max_output_tokens": 1})
-    assert answer.status_code == 200, answer.text
-    message = ChatMessage(role="assistant", tool_calls=[ToolCall(**call)]).to_template()
-    changed = with_objects(message)
-    assert changed["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}
-    assert with_objects(changed) == changed
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Os'
 
 
 def test_calls_and_results_render_as_in_transformers(ai, folder):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.checkpoints import VOCAB
 from tests.server import hook_environment, until
 from toolkit import LLM, SamplingParams
@@ -70,7 +70,7 @@ def test_prompts_are_spread_and_tokens_match_transformers(llm: LLM, placed: list
         expected = checkpoints.greedy(model, prompt["prompt_token_ids"], 16)
         assert [list(one.token_ids) for one in result.outputs] == [expected] * 2
     assert sorted(placed) == [0] * 6 + [1] * 6
-    assert not llm._core.has_work
+    assert not engines.core(llm).has_work
 
 
 def test_a_common_prefix_goes_to_one_engine_until_it_is_reset(llm: LLM, placed: list[int]) -> None:
@@ -105,11 +105,11 @@ def test_unseeded_answers_differ_and_embeddings_match_one_engine(
 
 def test_messages_of_idle_cores_do_not_pile_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_client, "PING_AFTER", 0.1)
-    first = llm._core._cores[0]
+    first = engines.cores(llm)[0]
     for _ in range(3):
         last = first.last_message_at
         until(lambda before=last: first.last_message_at > before)
-    assert llm._core._messages.empty()
+    assert engines.core(llm)._messages.empty()
 
 
 def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM, folder: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_core_that_dies_ends_the_call_with_the_cause(llm: LLM, folder: Path) -
     stream, left = (llm.stream({"prompt_token_ids": [3, 4]}, params) for _ in range(2))
     next(stream)
     next(left)
-    for core in llm._core._cores:
+    for core in engines.cores(llm):
         psutil.Process(core.pid).kill()
     with pytest.raises(EngineDeadError, match=r"Engine [01]: .*SIGKILL"):
         list(stream)

@@ -127,6 +127,7 @@ class MessageParam(Body):
         text = _text(self.content)
         message: dict[str, Any] = {"role": self.role, "content": text}
         if calls:
+            message["content"] = text or None
             message["tool_calls"] = calls
         if thoughts := [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]:
             message["reasoning_content"] = "\n\n".join(filter(None, thoughts))

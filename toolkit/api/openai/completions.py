@@ -112,6 +112,7 @@ async def _collect(
             _append(choices[index], part)
     for choice, parts in zip(choices, texts, strict=True):
         choice.text = "".join(parts)
+        _bound_offsets(choice, len(choice.text))
     if body.prompt_logprobs is not None:
         for index in range(0, len(choices), group.n):  # only the first answer of each prompt
             choices[index].prompt_logprobs = prompt_logprobs_json(
@@ -138,7 +139,8 @@ class _ChoiceBuilder:
         self._group, self._body, self._tokenizer = group, body, tokenizer
         self._has_begun = [False] * self.num_choices
         self._text_streams = [self._text_stream() for _ in range(self.num_choices)]
-        self._offsets = [0] * self.num_choices
+        self._offsets = [0] * self.num_choices  # of the next token
+        self._lengths = [0] * self.num_choices  # of the text
         self._logprob_sums = [0.0] * self.num_choices
 
     def part(self, choice: int, delta: Delta) -> CompletionChoice | None:
@@ -165,6 +167,9 @@ class _ChoiceBuilder:
             part.logprobs = part.logprobs or CompletionLogprobs([], [], [], [])
             self._add_logprobs(part.logprobs, delta.logprobs)
             part.logprobs.text_offset += self._answer_offsets(choice, delta.token_ids)
+        self._lengths[choice] += len(part.text)
+        if part.finish_reason is not None:
+            _bound_offsets(part, self._lengths[choice])
         return part
 
     def select_likeliest(self, choices: list[CompletionChoice], n: int) -> list[CompletionChoice]:
@@ -243,6 +248,12 @@ class _ChoiceBuilder:
 
     def _name_of(self, token: int) -> str:
         return "" if self._tokenizer is None else self._tokenizer.token_names[token]
+
+
+def _bound_offsets(choice: CompletionChoice, length: int) -> None:
+    """Put tokens of a stop string, which the text lacks, at its end."""
+    if choice.logprobs is not None:
+        choice.logprobs.text_offset = [min(at, length) for at in choice.logprobs.text_offset]
 
 
 def _append(choice: CompletionChoice, part: CompletionChoice) -> None:

@@ -23,7 +23,7 @@ from toolkit.text.harmony import adapt_conversation, is_harmony
 from toolkit.text.tokenizer import Tokenizer
 
 _READS_OBJECTS = re.compile(r"\.(?:items|keys)\(|\|\s*(?:items|dictsort)\b")
-"""In a chat template: it may read the arguments of calls one by one."""
+"""In a chat template: it may read the arguments of calls one by one, and not take text."""
 LONG_CONVERSATION = 20_000
 """Characters above which a conversation is rendered and tokenized in a thread."""
 
@@ -162,9 +162,14 @@ def _adapt(
     what the model does not have."""
     messages = body.conversation()
     tokenizer = service.engine.tokenizer
-    template = body.chat_template or (tokenizer.chat_template_text if tokenizer is not None else "")
-    if _READS_OBJECTS.search(template):
-        messages = [with_objects(message) for message in messages]
+    template = ""
+    if tokenizer is not None:
+        given = body.chat_template
+        template = tokenizer.find_template(given) if given else tokenizer.chat_template_text
+    broken = [call for one in messages for call in one.get("tool_calls", ()) if _is_broken(call)]
+    if broken and _READS_OBJECTS.search(template):
+        for call in broken:
+            call["function"]["arguments"] = {}
     if is_harmony(template):
         return adapt_conversation(messages, options)
     if "developer" not in template:
@@ -172,16 +177,5 @@ def _adapt(
     return messages, options
 
 
-def with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have objects as arguments, empty ones for broken text."""
-    calls = message.get("tool_calls")
-    if not calls or all(isinstance(call["function"]["arguments"], dict) for call in calls):
-        return message
-    return message | {"tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    if isinstance(function["arguments"], dict):
-        return call
-    return call | {"function": function | {"arguments": {}}}
+def _is_broken(call: dict[str, Any]) -> bool:
+    return not isinstance(call["function"]["arguments"], dict)

@@ -168,7 +168,7 @@ def _messages(items: list[Item]) -> list[dict[str, Any]]:
             )
         else:
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(item.to_chat())
         if thoughts and messages[-1]["role"] == "assistant":
             known = messages[-1].get("reasoning_content")

@@ -92,7 +92,7 @@ class ToolCall(Body):
         Arguments that are not the JSON of an object, as when an answer was cut off, stay text."""
         text = arguments_object(self.function.arguments)
         try:
-            arguments = json.loads(text)
+            arguments = json.loads(text, strict=False)
         except (ValueError, RecursionError):
             arguments = text
         return {
