@@ -570,6 +570,63 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 }
 """Name: (prefix of Transformers' classes, fields of the config)."""
 
+_NO_BIASES = {"attention_bias": False, "mlp_bias": False}
+_ALL_BIASES = {"attention_bias": True, "mlp_bias": True}
+_EPS = {"rms_norm_eps": 0.05}
+_LAYER_EPS = {"layer_norm_eps": 0.05}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+
+OPTIONS: dict[str, dict] = {
+    "arcee": _NO_BIASES | _EPS,
+    "cohere": {"attention_bias": True, "use_qk_norm": False} | _LAYER_EPS,
+    "cohere2": {"attention_bias": True} | _LAYER_EPS,
+    "ernie4.5": {"use_bias": True, "tie_word_embeddings": True} | _EPS,
+    "ernie4.5-moe": {"use_bias": True} | _EPS,
+    "exaone4": _EPS,
+    "falcon-multi-query": {"multi_query": False, "parallel_attn": False, "bias": True},
+    "falcon-one-norm": {"layer_norm_epsilon": 0.05},
+    "gemma": {"attention_bias": True} | _EPS,
+    "gemma2": {"attention_bias": True} | _EPS,
+    "gemma3": {"attention_bias": True, "final_logit_softcapping": 2.0} | _EPS,
+    "glm": {"attention_bias": False} | _EPS,
+    "glm4": {"attention_bias": False} | _EPS,
+    "glm4-moe": {"attention_bias": False, "use_qk_norm": False, "norm_topk_prob": False} | _EPS,
+    "gpt2": {"scale_attn_weights": False, "layer_norm_epsilon": 0.05},
+    "gpt-bigcode": {"scale_attn_weights": False, "layer_norm_epsilon": 0.05},
+    "gpt-neox": _LAYER_EPS,
+    "gpt-oss": {"attention_bias": False} | _EPS,
+    "gptj": {"layer_norm_epsilon": 0.05},
+    "granite": _NO_BIASES | _EPS,
+    "granite-moe": {"attention_bias": False} | _EPS,
+    "granite-moe-shared": {"attention_bias": True} | _EPS,
+    "helium": _ALL_BIASES | _EPS,
+    "hunyuan": {"attention_bias": False} | _EPS,
+    "llama-rope-linear": _EPS,
+    "minimax-m2": _EPS,
+    "ministral": _EPS,
+    "ministral3": _EPS,
+    "mistral-window": _EPS,
+    "mixtral": _EPS,
+    "nemotron": _NO_BIASES | {"norm_eps": 0.05},
+    "olmo": {"attention_bias": True},
+    "olmo2": {"attention_bias": True} | _EPS,
+    "olmo3": _EPS,
+    "olmoe": {"attention_bias": True, "norm_topk_prob": True} | _EPS,
+    "opt": {"enable_bias": False},
+    "phi": _LAYER_EPS,
+    "phi3": {"attention_bias": True} | _EPS,
+    "phimoe": {"attention_bias": False, "lm_head_bias": False} | _EPS,
+    "qwen2": _EPS,
+    "qwen2-moe": {"qkv_bias": False, "norm_topk_prob": False} | _WINDOWS | _EPS,
+    "qwen3": {"attention_bias": True} | _WINDOWS | _EPS,
+    "qwen3-moe": {"attention_bias": True, "norm_topk_prob": False} | _WINDOWS | _EPS,
+    "seed-oss": {"attention_out_bias": False, "attention_bias": False, "mlp_bias": False} | _EPS,
+    "smollm3": _EPS,
+    "stablelm": _LAYER_EPS,
+    "starcoder2": {"use_bias": False, "norm_epsilon": 0.05},
+}
+"""Values of flags that no row above has, and an epsilon that shows, by the row that they change."""
+
 SHORTEST_PROMPT = {"phi4-long-context": 33}
 """Transformers chooses LongRoPE's factors by the length so far, tk by `max_model_len`."""
 

@@ -260,6 +260,11 @@ class TestBroken:
         rewrite(llama, lambda t: t.pop("lm_head.weight"))
         self.fails(llama, "lm_head.weight")
 
+    def test_head_with_a_bias_that_the_model_lacks(self, llama):
+        edit_json(llama / "config.json", tie_word_embeddings=True)
+        rewrite(llama, lambda t: t.update({"lm_head.bias": torch.ones(5)}))
+        self.fails(llama, "lm_head.bias", "does not have")
+
     def test_unknown_tensor(self, llama):
         rewrite(llama, lambda t: t.update({"model.layers.0.self_attn.q_proj.scale": torch.ones(3)}))
         self.fails(

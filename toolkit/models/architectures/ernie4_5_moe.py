@@ -6,7 +6,7 @@ from typing import ClassVar
 from toolkit.models.architectures import ernie4_5
 from toolkit.models.architectures.llama import llama_layer
 from toolkit.models.config.model_config import Size
-from toolkit.models.describe import Correction, Decoder, Layer
+from toolkit.models.describe import Correction, Decoder, Head, Layer
 from toolkit.models.parts import decoder, gated_experts, gated_mlp, interleaved, rms_norm
 
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel")
@@ -73,4 +73,5 @@ def describe(config: Config) -> Decoder:
             **interleaved(config, f"{name}.self_attn"),
         )
 
-    return decoder(config, layer, rms_norm(config, "model.norm"), unused=("mtp_",))
+    norm, head = rms_norm(config, "model.norm"), Head(bias=config.use_bias)
+    return decoder(config, layer, norm, head=head, unused=("mtp_",))

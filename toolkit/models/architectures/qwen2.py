@@ -20,16 +20,23 @@ class Config(WindowedConfig, kw_only=True):
     sliding_window: int | None = 4096
     use_sliding_window: bool = False
     max_window_layers: int = 28
-    """Number of first layers with full attention, if `layer_types` is not given."""
+    """See `is_windowed`. Not read if `layer_types` is given."""
 
     def __post_init__(self) -> None:
         if not self.use_sliding_window:
             self.sliding_window = None
         if self.layer_types is None:
-            count = self.num_hidden_layers
-            first = count if self.sliding_window is None else min(self.max_window_layers, count)
-            self.layer_types = ["full_attention"] * first + ["sliding_attention"] * (count - first)
+            self.layer_types = [
+                "sliding_attention"
+                if self.sliding_window and self.is_windowed(i)
+                else "full_attention"
+                for i in range(self.num_hidden_layers)
+            ]
         super().__post_init__()
+
+    def is_windowed(self, index: int) -> bool:
+        """Return True if a layer has a window, where the model has windows."""
+        return index >= self.max_window_layers
 
 
 def describe(config: Config) -> Decoder:

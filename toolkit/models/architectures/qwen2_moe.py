@@ -33,6 +33,9 @@ class Config(qwen2.Config, kw_only=True):
         super().__post_init__()
         self.num_experts = self.num_local_experts = self.num_local_experts or self.num_experts
 
+    def is_windowed(self, index: int) -> bool:
+        return index % 2 == 0 and index < self.max_window_layers
+
     def has_experts(self, index: int) -> bool:
         is_dense = index in (self.mlp_only_layers or ())
         return not is_dense and (index + 1) % self.decoder_sparse_step == 0

@@ -18,6 +18,9 @@ class Config(qwen2_moe.Config, kw_only=True):
     num_experts_per_tok: Size = 8
     moe_intermediate_size: Size = 768
 
+    def is_windowed(self, index: int) -> bool:
+        return True
+
 
 def describe(config: Config) -> Decoder:
     def layer(name: str, index: int) -> Layer:

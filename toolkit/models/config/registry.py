@@ -133,7 +133,8 @@ def describe(config: ArchitectureConfig) -> Decoder | Encoder | External:
             raise plugin.error(error) from error
         raise
     if isinstance(description, Decoder) and not has_head(config):
-        return replace(description, head=Head())  # unused, so it needs no bias
+        unused = (*description.unused, "lm_head.", "embed_out.")
+        return replace(description, head=Head(), unused=unused)
     return description
 
 

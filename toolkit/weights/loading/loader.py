@@ -160,7 +160,8 @@ class _SlotTable:
         Raises CheckpointError if the model has no such tensor, or one of another shape."""
         known = _known_name(name, self._slots)
         if known is None:
-            if name.endswith(_NOT_WEIGHTS) or (_is_head(name) and not self._has_head):
+            is_copy = _is_head(name) and not self._has_head and not name.endswith(".bias")
+            if name.endswith(_NOT_WEIGHTS) or is_copy:  # of tied embeddings
                 return ()
             if any(part in name for part in self._unused) or _known_name(name, self._elsewhere):
                 return ()
