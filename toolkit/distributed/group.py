@@ -161,6 +161,9 @@ def connect(rank: int, size: int, rendezvous: Path | str, device: torch.device) 
             "This process is a rank of another model already: end that first (LLM.shutdown), or "
             "start the model in another process."
         )
+    # It names the group. A start that failed here would leave it higher than the other ranks', and
+    # they would wait for each other until the time-out.
+    dist.distributed_c10d._world.group_count = 0
     cuda = device.type == "cuda"
     # Stages send and receive in the order of their steps anyway, so one after the other is right.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
