@@ -14,6 +14,7 @@ from tests import checkpoints
 from tests.models.architectures import ARCHITECTURES, OPTIONS, POSITIONS
 from tests.references import records
 from toolkit import LLM
+from toolkit.errors import ConfigError
 from toolkit.models import architectures
 
 OFF = {
@@ -54,6 +55,20 @@ def test_logits_with_other_options_equal_transformers(name, tmp_path):
     ours, expected = checkpoints.engine_logits(llm, PROMPT)[last], model.logits(PROMPT, last)
     assert (ours - expected).norm() / expected.norm() < 1e-4
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_dynamic_rotation_scales_beyond_the_trained_length(tmp_path):
+    """Angles are of `max_model_len`, as Transformers' are for a text of that length."""
+    model, length = checkpoints.make_reference("llama-rope-dynamic"), 400
+    folder = str(checkpoints.save(model, tmp_path / "model"))
+    text = [(7 * i * i + 3 * i) % 250 for i in range(length)]
+    llm = LLM(folder, device="cpu", max_model_len=length)
+    ours = checkpoints.engine_logits(llm, text[:-1])[-4:]
+    expected = model.logits(text, slice(-5, -1))
+    assert (ours - expected).norm() / expected.norm() < 1e-4
+    assert LLM(folder, device="cpu").info.max_model_len == POSITIONS
+    with pytest.raises(ConfigError, match=f"at most {4 * POSITIONS} tokens"):
+        LLM(folder, device="cpu", max_model_len=4 * POSITIONS + 1)
 
 
 def recorded_configs(names: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -210,8 +210,13 @@ class Checkpoint:
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the model supports, in tokens. 0: config.json does not say."""
+        """Context length of the model, in tokens. 0: config.json does not say."""
         return self.description.max_positions
+
+    @property
+    def longest(self) -> int:
+        """Maximum of --max-model-len, in tokens. 0: config.json does not say."""
+        return self.description.longest
 
     @property
     def attention(self) -> list[Attention] | list[KVShape]:

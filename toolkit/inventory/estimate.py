@@ -288,7 +288,7 @@ def estimate(
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         max_model_len=max_model_len,
-        max_positions=checkpoint.max_positions,
+        max_positions=checkpoint.longest,
         has_cache=block_bytes > 0,
         lack=_find_lack(
             engine,
@@ -412,10 +412,10 @@ def _slot_size(engine: EngineConfig) -> tuple[int, bool]:
 
 def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     wanted = engine.model.max_model_len
-    if wanted is not None and 0 < checkpoint.max_positions < wanted:
+    if wanted is not None and 0 < checkpoint.longest < wanted:
         raise ConfigError(
             f"--max-model-len is {wanted}, but the model supports at most "
-            f"{checkpoint.max_positions} tokens.",
+            f"{checkpoint.longest} tokens.",
             param="max_model_len",
         )
     length = wanted or checkpoint.context

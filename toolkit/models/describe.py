@@ -70,6 +70,18 @@ class Rope:
     query_scaling: tuple[float, int] | None = None
     """(beta, length): queries at position p are scaled by 1 + beta · log(1 + ⌊p / length⌋)."""
 
+    @property
+    def trained_len(self) -> int:
+        """Context length before it was extended."""
+        return int(self.parameters.get("original_max_position_embeddings") or self.max_positions)
+
+    @property
+    def longest(self) -> int:
+        """Longest sequence in tokens. Dynamic scaling is given for `factor` trained lengths."""
+        if self.parameters.get("rope_type") != "dynamic":
+            return self.max_positions
+        return max(self.max_positions, int(self.parameters["factor"] * self.trained_len))
+
     def __post_init__(self) -> None:
         kind = self.parameters.get("rope_type", "default")
         if kind not in ROPE_PARAMETERS:
@@ -79,6 +91,13 @@ class Rope:
             if name not in self.parameters:
                 raise CheckpointError(
                     f"The model's rope_parameters of type {kind!r} lack {name!r}."
+                )
+        for name in ("factor", "original_max_position_embeddings"):
+            value = self.parameters.get(name)
+            if not isinstance(value, int | float | None) or isinstance(value, bool):
+                raise CheckpointError(
+                    f"The model's rope_parameters of type {kind!r} cannot be used: {name} is "
+                    f"{value!r}, not a number."
                 )
 
 
@@ -279,6 +298,10 @@ class Encoder:
     max_positions: int  # tokens
     is_scorer: bool  # it scores pairs of texts
 
+    @property
+    def longest(self) -> int:
+        return self.max_positions
+
 
 @dataclass(frozen=True, slots=True)
 class External:
@@ -286,6 +309,10 @@ class External:
 
     model: str  # "module:class"
     max_positions: int  # tokens; 0: config.json does not say
+
+    @property
+    def longest(self) -> int:
+        return self.max_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +345,7 @@ class Decoder:
 
     vocab_size: int
     hidden_size: int
-    max_positions: int  # tokens
+    max_positions: int  # tokens; default for --max-model-len
     embed: str  # name of the embedding table
     layers: Sequence[Layer]
     layers_name: str  # name of the layers in the checkpoint, before their index
@@ -329,6 +356,12 @@ class Decoder:
     positions: Table | None = None  # learned positions, added to the embedding
     unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
     draft_layer: DraftLayer | None = None
+
+    @property
+    def longest(self) -> int:
+        """Maximum of --max-model-len, in tokens."""
+        ropes = [one.rope for one in self.attention if one.rope is not None]
+        return max(self.max_positions, *(rope.longest for rope in ropes), 0)
 
     @property
     def attention(self) -> list[Attention]:

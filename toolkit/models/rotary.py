@@ -119,8 +119,7 @@ class _Scaled:
 
     @property
     def trained_len(self) -> int:
-        """Context length before it was extended."""
-        return int(self.parameters["original_max_position_embeddings"])
+        return self.rope.trained_len
 
     @property
     def extension(self) -> float:
@@ -158,7 +157,7 @@ def _dynamic(rope: _Scaled) -> tuple[torch.Tensor, float]:
     """Dynamic NTK scaling (section 3.3 of Peng et al., 2023).
 
     Past the trained length, the base grows with the length."""
-    factor, trained_len = rope.parameters["factor"], rope.rope.max_positions
+    factor, trained_len = rope.parameters["factor"], rope.trained_len
     length = max(rope.max_model_len, trained_len)
     growth = factor * length / trained_len - (factor - 1)
     return 1.0 / rope.wavelengths(rope.base * growth ** (rope.size / (rope.size - 2))), 1.0

@@ -98,15 +98,17 @@ def read_setup(config: EngineConfig, folder: Path, place: Place) -> Setup:
 
 
 def _max_model_len(wanted: int | None, model_config: ArchitectureConfig, folder: Path) -> int:
-    made_for = describe(model_config).max_positions
+    described = describe(model_config)
+    made_for = described.max_positions
     if not made_for and wanted is None:
         raise ConfigError(
             "config.json does not say how long sequences may be. Give --max-model-len.",
             param="max_model_len",
         )
-    if wanted is not None and 0 < made_for < wanted:
+    if wanted is not None and 0 < described.longest < wanted:
         raise ConfigError(
-            f"--max-model-len is {wanted}, but the model supports at most {made_for} tokens.",
+            f"--max-model-len is {wanted}, but the model supports at most {described.longest} "
+            "tokens.",
             param="max_model_len",
         )
     return wanted or min(made_for, heads.max_seq_length(folder) or made_for)
