@@ -393,6 +393,7 @@ def test_invalid_constraints_are_refused_with_the_cause(llm, constraint, cause):
             use_tqdm=False,
         )
     assert refused.value.param == "structured_outputs"
+    assert not re.search(r"llguidance|x-guidance|\n", refused.value.message)
 
 
 @pytest.mark.parametrize(

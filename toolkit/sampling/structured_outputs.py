@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from toolkit.errors import InvalidParamError
-from toolkit.sampling.json_schema import check_cost, check_count, close_objects
+from toolkit.sampling.json_schema import (
+    check_cost,
+    check_count,
+    has_open_objects,
+    limit_numbers,
+    prepare,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -112,9 +118,20 @@ def reason_of(matcher: LLMatcher) -> str:
     return f"it is too complex ({lines[0]})"
 
 
-def json_options(lenient: bool) -> dict[str, Any]:
-    """Return llguidance's options for a JSON schema."""
-    return {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+def prepared(schema: Any, *, lenient: bool, **options: Any) -> Any:
+    """Return a JSON schema as the grammar enforces it, with llguidance's options.
+
+    Raises ValueError for what it cannot enforce."""
+    schema = prepare(schema, lenient=lenient)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        return schema  # to be refused
+    spacing = options or {"whitespace_pattern": WHITESPACE}
+    given = {**spacing, "lenient": lenient, "coerce_one_of": lenient}
+    if not lenient and has_open_objects(schema):
+        given["json_allowed_escapes"] = 'nrbtf\\"'  # else \\u could spell a declared property
+    return {**schema, "x-guidance": given}
 
 
 def choice_rule(choices: Sequence[str]) -> str:
@@ -166,26 +183,49 @@ def _convert(kind: str, text: str, lenient: bool) -> str:
     with _reading():
         rules, schemas = _parts(kind, text)
     check_cost(rules, schemas)
+    for schema in schemas:
+        limit_numbers(schema)
+    if kind == "json":
+        schemas = [prepared(schemas[0], lenient=lenient)]
     with _reading():
         if kind == "json":
-            schema = schemas[0] if lenient else close_objects(schemas[0])
-            options: Any = json_options(lenient)
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schemas[0]))
         elif kind == "choice":
             grammar = LLMatcher.grammar_from_lark(f"start: {choice_rule(json.loads(text))}")
         else:
-            grammar = grammar_from(kind, text)  # type: ignore[arg-type]  # one of its names
+            written = _with_schemas(text, schemas)
+            grammar = grammar_from(kind, written)  # type: ignore[arg-type]  # one of its names
     if kind == "grammar":  # which may have been GBNF
         check_cost(*_parts(kind, grammar))
     grammar = _without_forcing(grammar)
     failure, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
     if failure:
-        raise ValueError(f"cannot be enforced: {messages[0].strip()[:2000]}")
+        raise ValueError(f"cannot be enforced: {_explain(messages[0], kind)}")
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits())
     matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(f"cannot be enforced: {reason_of(matcher)}")
     return grammar
+
+
+_SCHEMA = "failed to compile JSON schema: "
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_EXCERPT = re.compile(r"(?s)\n *\d+ \| .*$")  # of the grammar, which may be ours
+_UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+def _explain(message: str, kind: str) -> str:
+    """Return llguidance's message without the parts of the grammar that are not the request's."""
+    text = _EXCERPT.sub("", message.strip())
+    place = None if _SCHEMA in text else _PLACE.match(text)
+    text = _PLACE.sub("", text).replace(_SCHEMA, "")
+    if (found := _UNSUPPORTED.search(text)) is not None:
+        text = f"the keywords {found[1]} are not supported"
+    if "regex parse error" in text:
+        text = f"a regular expression is not valid: {text.rpartition('error: ')[2]}"
+    if kind == "grammar" and place is not None:  # the first line is ours
+        text = f"line {int(place[1]) - 1}, column {place[2]}: {text}"
+    return text[:500]
 
 
 def _without_forcing(grammar: str) -> str:
@@ -195,7 +235,7 @@ def _without_forcing(grammar: str) -> str:
     if not grammar.startswith("{"):
         return f"{_OPTIONS}\n{grammar}"
     (only,) = json.loads(grammar)["grammars"]
-    if only["lark_grammar"] is not None:
+    if only.get("lark_grammar") is not None:
         return f"{_OPTIONS}\n{only['lark_grammar']}"
     return f"{_OPTIONS}\nstart: %json {json.dumps(only['json_schema'])}\n"
 
@@ -216,11 +256,27 @@ def _parts(kind: str, text: str) -> tuple[str, list[Any]]:
         return "", []
     if kind == "regex":
         return text, []
-    decoder, rules, schemas, end = json.JSONDecoder(), "", [], 0
+    rules, schemas, end = "", [], 0
+    for schema, start, after in _schemas(text):
+        schemas.append(schema)
+        rules, end = rules + text[end:start], after
+    return rules + text[end:], schemas
+
+
+def _with_schemas(text: str, schemas: Sequence[Any]) -> str:
+    """Return a grammar with other JSON schemas."""
+    pieces, end = [], 0
+    for schema, (_, start, after) in zip(schemas, _schemas(text), strict=False):
+        pieces += [text[end:start], json.dumps(schema)]
+        end = after
+    return "".join([*pieces, text[end:]])
+
+
+def _schemas(text: str) -> Iterator[tuple[Any, int, int]]:
+    """Yield the JSON schemas in a grammar, with their first and last position."""
+    decoder, end = json.JSONDecoder(), 0
     for found in re.finditer(r"%json\s*", text):
         if found.start() >= end:
             with contextlib.suppress(ValueError):  # part of a text or a comment
-                schema, after = decoder.raw_decode(text, found.end())
-                schemas.append(schema)
-                rules, end = rules + text[end : found.end()], after
-    return rules + text[end:], schemas
+                schema, end = decoder.raw_decode(text, found.end())
+                yield schema, found.end(), end

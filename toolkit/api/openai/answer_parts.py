@@ -18,13 +18,12 @@ from toolkit.api.openai.tools import (
     ToolCallMessage,
     requires_call,
 )
-from toolkit.errors import InvalidRequestError
-from toolkit.sampling.json_schema import close_objects
+from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.structured_outputs import (
     StructuredOutputsParams,
     choice_rule,
-    json_options,
+    prepared,
     regex_rule,
 )
 from toolkit.text.parsers import Parsers
@@ -139,13 +138,16 @@ class AnswerPlan:
             return None
         else:
             answer_rule = _answer_rule(asked)
-        grammar = self.tool_format.answer_grammar(
-            [tool.enforced() for tool in self.tools],
-            parallel=self.allows_parallel,
-            answer_rule=answer_rule,
-            opening=self.opening,
-        )
         param = "tools" if self.tools or asked is None else asked.param
+        try:
+            grammar = self.tool_format.answer_grammar(
+                self.tools,
+                parallel=self.allows_parallel,
+                answer_rule=answer_rule,
+                opening=self.opening,
+            )
+        except ValueError as error:
+            raise InvalidParamError(param, f"{error}.") from None
         return StructuredOutputsParams(grammar=grammar, param=param)
 
 
@@ -284,9 +286,11 @@ def _answer_rule(asked: StructuredOutputsParams) -> str:
                 "With tools, the schema in structured_outputs must be a JSON object.",
                 param="structured_outputs",
             )
-    closed = schema if asked.lenient else close_objects(schema)
-    options = json_options(asked.lenient)
-    return f"%json {json.dumps({**closed, 'x-guidance': options}, ensure_ascii=False)}"
+    try:
+        enforced = prepared(schema, lenient=asked.lenient)
+    except ValueError as error:
+        raise InvalidParamError(asked.param, f"{error}.") from None
+    return f"%json {json.dumps(enforced, ensure_ascii=False)}"
 
 
 def _merge(parts: list[ToolText]) -> list[ToolText]:

@@ -1,7 +1,7 @@
 """Tools of a request, and the calls that a model makes."""
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from toolkit.api.http.body_fields import Body, Text
 from toolkit.api.openai.response_format import Schema
 from toolkit.errors import InvalidRequestError
-from toolkit.sampling.json_schema import close_objects
 from toolkit.text.tool_formats import arguments_object
 
 
@@ -29,13 +28,6 @@ class FunctionTool(Body):
 class Tool(Body):
     type: Literal["function"] = "function"
     function: FunctionTool
-
-    def enforced(self) -> Self:
-        """Return the tool as a grammar enforces it: with closed objects if it is strict."""
-        if not self.function.strict:
-            return self
-        closed = {"parameters": close_objects(self.function.parameters)}
-        return self.model_copy(update={"function": self.function.model_copy(update=closed)})
 
 
 def only_type(supported: str) -> BeforeValidator:
