@@ -241,6 +241,8 @@ GPTQ: dict[str, dict[str, Any]] = {
         "desc_act": True,
         "act_group_aware": False,
     },
+    "gptq-2bit-g64-asym": {"bits": 2, "group_size": 64, "sym": False, "desc_act": False},
+    "gptq-3bit-g32-act-order": {"bits": 3, "group_size": 32, "sym": True, "desc_act": True},
     "gptq-8bit-channel": {
         "bits": 8,
         "group_size": -1,

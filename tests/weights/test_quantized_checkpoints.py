@@ -141,7 +141,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ("name", "change", "message"),
     [
         ("gptq-4bit-g128", lambda c, t: c.update(group_size=64), r"qzeros has the shape \[2, 16\]"),
-        ("gptq-4bit-g128", lambda c, t: c.update(bits=3), "3 bits, and tk reads 4 and 8"),
+        ("gptq-4bit-g128", lambda c, t: c.update(bits=5), "5 bits, and tk reads 2, 3, 4 and 8"),
         ("gptq-4bit-g128", lambda c, t: c.update(bits="x"), "bits is 'x' instead of an integer"),
         ("gptq-4bit-g128", lambda c, t: t.pop(f"{Q}.scales"), f"lacks 1 of .*{Q}.scales"),
         (
@@ -253,13 +253,26 @@ def test_greedy_tokens_on_a_gpu_equal_transformers(folder):
             assert ours == theirs
 
 
-def test_quantization_may_be_in_a_file_of_its_own(tmp_path):
-    """Older checkpoints of NVIDIA's Model Optimizer have it in hf_quant_config.json only."""
-    folder = Path(__file__).parent / "quantized" / "modelopt-fp8"
-    for name in ("hf_quant_config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(folder / name)
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("modelopt-fp8", "hf_quant_config.json"),  # of NVIDIA's Model Optimizer
+        ("gptq-4bit-g128", "quantize_config.json"),  # of AutoGPTQ
+        ("awq-gemm-g64", "quant_config.json"),  # of AutoAWQ
+    ],
+)
+def test_quantization_may_be_in_a_file_of_its_own(tmp_path, name, file):
+    folder = Path(__file__).parent / "quantized" / name
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())
-    del raw["quantization_config"]
+    given = raw.pop("quantization_config")
+    if name == "modelopt-fp8":
+        given = json.loads((folder / file).read_text())
+    elif name == "gptq-4bit-g128":
+        given = {key: given[key] for key in ("bits", "group_size", "desc_act", "sym")}
+    else:
+        given = {"w_bit": given["bits"], "q_group_size": given["group_size"], "version": "GEMM"}
+    (tmp_path / file).write_text(json.dumps(given))
     (tmp_path / "config.json").write_text(json.dumps(raw))
     expected, weights = dequantized(load(folder)), dequantized(load(tmp_path))
     assert expected.keys() == weights.keys()

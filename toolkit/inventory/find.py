@@ -12,7 +12,7 @@ from toolkit.gguf.names import labels, models_in, split_name
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
 from toolkit.inventory.remote_gguf import read_remote
 from toolkit.lora.files import CONFIG
-from toolkit.models.config.overrides import QUANTIZATION_FILE, add_quantization
+from toolkit.models.config.overrides import add_quantization
 
 DEMO = "tk-demo"
 
@@ -102,9 +102,16 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
             )
         except EntryNotFoundError:
             raise CheckpointError(f"{name} has no config.json: tk cannot run this model.") from None
-        if QUANTIZATION_FILE in files:
-            own = Path(hf_hub_download(name, QUANTIZATION_FILE, revision=revision))
-            add_quantization(raw, own.read_text())
+
+        def read(file: str) -> str:
+            if file not in files:
+                return ""
+            with hub.hub_errors(name, revision):
+                return Path(hf_hub_download(name, file, revision=revision)).read_text(
+                    errors="replace"
+                )
+
+        add_quantization(raw, read)
         try:
             headers = api.get_safetensors_metadata(name, revision=revision).files_metadata.values()
         except NotASafetensorsRepoError:
@@ -114,12 +121,6 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
             for header in headers
             for key, tensor in header.tensors.items()
         )
-
-    def read(file: str) -> str:
-        if file not in files:
-            return ""
-        with hub.hub_errors(name, revision):
-            return Path(hf_hub_download(name, file, revision=revision)).read_text(errors="replace")
 
     return Checkpoint(name, raw, files, tensors, read=read)
 

@@ -1,7 +1,7 @@
 """Read config.json, with the fields that a user overrides. Imports no torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,12 @@ from toolkit.errors import CheckpointError
 from toolkit.gguf.folder import is_gguf, read_file
 from toolkit.weights.formats import QUANTIZATION_FIELDS
 
-QUANTIZATION_FILE = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
+QUANTIZATION_FILES = {
+    "hf_quant_config.json": "modelopt",  # NVIDIA's Model Optimizer
+    "quantize_config.json": "gptq",  # AutoGPTQ
+    "quant_config.json": "awq",  # AutoAWQ
+}
+"""Files that have the quantization, in checkpoints whose config.json does not, and the method."""
 NO_OVERRIDES: Mapping[str, Any] = {}
 _ROPE = ("rope_scaling", "rope_parameters")  # old and new name
 _OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
@@ -25,22 +30,26 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> di
         raw = json.loads(text)
         if not isinstance(raw, dict):
             raise ValueError("it is not a JSON object")
-        add_quantization(raw, read_file(folder, QUANTIZATION_FILE))
+        add_quantization(raw, lambda name: read_file(folder, name))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     return override(raw, overrides)
 
 
-def add_quantization(raw: dict[str, Any], text: str | None) -> None:
-    """Add the content of QUANTIZATION_FILE to a config.json that says nothing of quantization.
+def add_quantization(raw: dict[str, Any], read: Callable[[str], str | None]) -> None:
+    """Add one of QUANTIZATION_FILES to a config.json that says nothing of quantization.
 
+    `read` returns the text of a file; None or an empty one if there is none.
     Raises ValueError if it is no JSON object."""
-    if text is None or any(raw.get(name) for name in QUANTIZATION_FIELDS):
+    if any(raw.get(name) for name in QUANTIZATION_FIELDS):
         return
-    given = json.loads(text)
-    if not isinstance(given, dict):
-        raise ValueError(f"{QUANTIZATION_FILE} is not a JSON object")
-    raw["quantization_config"] = {"quant_method": "modelopt", **given}
+    for name, method in QUANTIZATION_FILES.items():
+        if text := read(name):
+            given = json.loads(text)
+            if not isinstance(given, dict):
+                raise ValueError(f"{name} is not a JSON object")
+            raw["quantization_config"] = {"quant_method": method, **given}
+            return
 
 
 def override(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Integers(Packing):
         if not self.is_symmetric:
             stored = parts["weight_zero_point"]
             is_packed = stored.dtype == torch.int32
-            zeros = unpack(stored, self.bits, dim=0)[: rows.count] if is_packed else stored + middle
+            zeros = unpack(stored.T, self.bits).T[: rows.count] if is_packed else stored + middle
         if self.has_tensor_scale:
             scales = scales.reshape(1, 1).expand(rows.count, 1)
             zeros = None if zeros is None else zeros.reshape(1, 1).expand(rows.count, 1)

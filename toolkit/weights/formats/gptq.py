@@ -2,11 +2,13 @@
 
 `qweight` int32 [columns · bits / 32, rows], `scales` [groups, rows] and `qzeros` int32 [groups,
 rows · bits / 32], in which the first version stores zero points less one. `g_idx` int32 [columns]
-has the group of each column: with act-order the columns of a group are not neighbors."""
+has the group of each column: with act-order the columns of a group are not neighbors. Weights of 2
+and 3 bits become int4."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING
 
 from toolkit.weights.formats.packing import (
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from toolkit.distributed import Shard
     from toolkit.weights.groups import Decoded
 
-BITS = (4, 8)
+BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class GPTQ(Packing):
     @property
     def layout(self) -> Layout:
         return integers(
-            self.bits,
+            max(4, self.bits),
             self.group,
             self.scale_type,
             is_symmetric=self.is_symmetric,
@@ -53,11 +55,11 @@ class GPTQ(Packing):
         )
 
     def parts(self, rows: Shard, columns: Shard) -> dict[str, Part]:
-        per_word = 32 // self.bits
+        words, values = self.bits // gcd(self.bits, 32), 32 // gcd(self.bits, 32)
         groups = groups_of(columns, self.group, has_order=self.has_order)
         return {
-            "qweight": Part("int32", (divided(columns, per_word), rows)),
-            "qzeros": Part("int32", (groups, divided(rows, per_word))),
+            "qweight": Part("int32", (divided(columns, values, words), rows)),
+            "qzeros": Part("int32", (groups, divided(rows, values, words))),
             "scales": Part("float32", (groups, rows)),
             "g_idx": Part("int32", (columns,), is_optional=not self.has_order),
         }
@@ -69,12 +71,11 @@ class GPTQ(Packing):
             from_zero_points,
             sorted_columns,
             unpack,
+            zero_points,
         )
 
-        values = unpack(parts["qweight"], self.bits, dim=0).T
-        # One was subtracted from all zero points of a word at once: 0 borrows from the next.
-        words = parts["qzeros"] + self.zero_offset * sum(1 << i for i in range(0, 32, self.bits))
-        zeros = unpack(words, self.bits).T
+        values = unpack(parts["qweight"].T, self.bits)
+        zeros = zero_points(parts["qzeros"], self.bits, self.zero_offset).T
         if self.has_order and not columns.is_full:
             return by_group(values, parts["scales"].T, zeros, parts["g_idx"])
         order = None

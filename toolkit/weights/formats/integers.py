@@ -8,11 +8,28 @@ from toolkit.weights.groups import Groups, pack_nibbles
 from toolkit.weights.layout import Layout
 
 
-def unpack(words: torch.Tensor, bits: int, dim: int = 1) -> torch.Tensor:
-    """Return the integers in int32 words as uint8, the lowest bits first, along `dim`."""
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers in int32 words [rows, n] as uint8 [rows, n · 32 / bits].
+
+    The lowest bits are first. Integers of 3 bits may cross from a word into the next."""
+    if bits == 3:  # three words have 32 integers
+        words = words.reshape(len(words), -1, 3).long() & 0xFFFFFFFF
+        low, middle, high = words.unbind(2)
+        low, high = low | (middle & 0xFFFF) << 32, middle >> 16 | high << 16
+        shifts = torch.arange(0, 48, 3, device=words.device)
+        halves = torch.stack([low, high], dim=2).unsqueeze(-1) >> shifts
+        return (halves & 7).to(torch.uint8).flatten(1)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     values: torch.Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return values.to(torch.uint8).movedim(-1, dim + 1).flatten(dim, dim + 1)
+    return values.to(torch.uint8).flatten(1)
+
+
+def zero_points(words: torch.Tensor, bits: int, offset: int) -> torch.Tensor:
+    """Return the zero points in words [n, m], of which `offset` (0 or 1) was subtracted."""
+    if bits == 3:  # from each, as they cross words
+        return (unpack(words, 3) + offset) & 7
+    # From all zero points of a word at once: 0 borrows from the next.
+    return unpack(words + offset * sum(1 << i for i in range(0, 32, bits)), bits)
 
 
 def sorted_columns(groups: torch.Tensor, size: int, *, has_order: bool) -> torch.Tensor | None:
@@ -61,8 +78,10 @@ def from_zero_points(
         offsets = -scales * zeros
     elif zeros is not None and bool((zeros != 2 ** (bits - 1)).any()):
         raise ValueError("zero points differ from those of a symmetric format")
-    if bits == 4:
+    if bits < 4 and not layout.offset_type:
+        values = values + (8 - 2 ** (bits - 1))  # to int4's zero point
+    if layout.bits == 4:
         values = pack_nibbles(values)
     dtype = getattr(torch, layout.scale_type)
     order = None if order is None else order.int()
-    return Groups(bits, values.contiguous(), scales.to(dtype), offsets, order)
+    return Groups(layout.bits, values.contiguous(), scales.to(dtype), offsets, order)

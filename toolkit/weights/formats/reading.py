@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,9 +113,7 @@ class Fields:
         """Return the bits of a weight. Raises ValueError for an unsupported number."""
         bits = self.integer("bits", "w_bit")
         if bits not in supported:
-            raise ValueError(
-                f"its weights have {bits} bits, and tk reads {' and '.join(map(str, supported))}"
-            )
+            raise ValueError(f"its weights have {bits} bits, and tk reads {_listed(supported)}")
         return bits
 
     def require(self, name: str, *accepted: Any, instead: str = "") -> None:
@@ -145,3 +143,8 @@ def match(expression: str, name: str) -> bool:
         return re.match(expression, name) is not None
     except re.error as error:
         raise ValueError(f"{expression!r} is no regular expression: {error}") from None
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
