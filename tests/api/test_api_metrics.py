@@ -39,11 +39,12 @@ def test_tokens_are_counted_as_in_usage(server: Server, change: Callable) -> Non
             {"max_tokens": 9},
             {"max_tokens": 5, "n": 2},
             {"prompt": ["x", "yz"], "max_tokens": 3},
+            {"prompt": "abcd", "max_tokens": 0, "echo": True},
         )
     ]
-    assert prompt() == sum(u["prompt_tokens"] for u in usages) == 2 * len(PROMPT) + 3
+    assert prompt() == sum(u["prompt_tokens"] for u in usages) == 2 * len(PROMPT) + 3 + 4
     assert generated() == sum(u["completion_tokens"] for u in usages) == 9 + 10 + 6
-    assert first() == 4  # of each prompt
+    assert first() == 5  # of each prompt
     assert between() == 8 + 4 + 4 + 2 + 2
 
 
@@ -65,7 +66,7 @@ def test_finished_requests_are_counted_by_reason(server: Server, change: Callabl
     until(server.is_idle)
     assert {reason: count() for reason, count in counts.items()} == {
         "stop": 1,
-        "length": 3,
+        "length": 2,  # a request with two answers is one
         "abort": 1,
         "error": 0,
     }

@@ -332,7 +332,7 @@ class AsyncLLM:
         if stream is None or state is None:
             return []
         running = [sequence for sequence in state.sequences if not sequence.is_finished]
-        for _ in running:
+        if running:
             self.metrics_of(stream).count_finished("abort")
         if stream.replica is not None:
             stream.replica.send(Abort([sequence.number for sequence in running], self._client))
@@ -621,7 +621,7 @@ class AsyncLLM:
             if output.adapter_failed:
                 self._note_failed_adapter(output)
         changes = self._outputs.process(message, now)
-        num_tokens = len(changes.started)
+        num_tokens = sum(sequence.num_tokens > 0 for sequence in changes.started)
         for last, count in changes.gaps.items():
             metrics.inter_token_latency.observe(now - last, count)
             num_tokens += count

@@ -188,7 +188,10 @@ class Metrics:
             "position",
         )
         self._request_success = self._family(
-            Counter, "request_success", "Finished requests, by reason.", "finished_reason"
+            Counter,
+            "request_success",
+            "Finished requests, by the reason of their last answer.",
+            "finished_reason",
         )
 
         self._admission_rejections = self._family(
@@ -331,7 +334,7 @@ class Metrics:
         return total
 
     def count_finished(self, reason: str) -> None:
-        """Count the end of a sequence."""
+        """Count the end of a request."""
         self._request_success.labels(*self._values, reason).inc()
 
     def observe_waiting(self, count: int) -> None:

@@ -51,7 +51,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     bad_words_token_ids: list[list[int]] | None = None
     """Token sequences that it must not contain. The engine adds those of `bad_words`."""
     seed: int | None = None
-    max_tokens: int | None = 16  # None: up to the end of the context
+    max_tokens: int | None = 16
+    """None: up to the end of the context. 0: only compute the prompt."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: list[str] | str | None = None
@@ -97,7 +98,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, None)
+            _within("max_tokens", self.max_tokens, 0, None)
             self.max_tokens = min(self.max_tokens, 2**63)  # the context bounds it, in any case
         _within(
             "min_tokens",

@@ -60,7 +60,6 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
                 params,
                 request_id=request_id,
                 priority=body.priority,
-                counts_tokens=not body.is_prompt_only,
             )
     builder = _ChoiceBuilder(group, body, service.engine.tokenizer)
     if body.stream:
@@ -156,9 +155,6 @@ class _ChoiceBuilder:
         if not self._has_begun[choice]:
             self._has_begun[choice] = True
             self._add_prompt(part, prompt)
-        if body.is_prompt_only:
-            part.stop_reason, part.finish_reason = None, delta.finish_reason and "length"
-            return part
         part.text += delta.text
         if body.return_token_ids:
             part.token_ids = delta.token_ids

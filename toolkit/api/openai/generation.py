@@ -40,7 +40,6 @@ class AnswerGroup:
 
     streams: Sequence[AnswerStream]
     n: int
-    counts_tokens: bool = True  # generated tokens are in the usage
     num_tokens: int = 0
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -57,8 +56,8 @@ class AnswerGroup:
     def usage(self) -> Usage:
         prompt = sum(len(stream.state.prompt_token_ids) for stream in self.streams)
         cached = sum(stream.state.num_cached_tokens for stream in self.streams)
-        output = self.num_tokens if self.counts_tokens else 0
-        usage = Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+        total = prompt + self.num_tokens
+        usage = Usage(prompt, self.num_tokens, total, PromptTokensDetails(cached))
         sequences = [one for stream in self.streams for one in stream.state.sequences]
         accepted = sum(one.num_accepted_drafts for one in sequences)
         rejected = sum(one.num_rejected_drafts for one in sequences)
@@ -79,7 +78,6 @@ async def start_group(
     *,
     request_id: str,
     priority: int,
-    counts_tokens: bool = True,
 ) -> AnswerGroup:
     """Start all prompts or, if one cannot run, none. Raises InvalidRequestError.
 
@@ -117,7 +115,7 @@ async def start_group(
         for stream in streams:
             stream.close()
         raise
-    return AnswerGroup(streams, params.n, counts_tokens)
+    return AnswerGroup(streams, params.n)
 
 
 def _check_size(num_prompts: int, params: SamplingParams, max_model_len: int) -> None:

@@ -24,7 +24,7 @@ from toolkit.api.openai.response_format import (
     resolve_constraint,
 )
 from toolkit.api.openai.tools import Tool, ToolCall, ToolChoice, only_type, select_tools
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
 
 Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # range of the engine's arrays and messages
@@ -153,6 +153,8 @@ class SamplingFields(RequestBody):
             raise InvalidRequestError(
                 "stream_options needs stream to be true.", param="stream_options"
             )
+        if max_tokens == 0 and not self.is_prompt_only:
+            raise InvalidParamError("max_tokens", "must be at least 1; got 0.")
         if self.use_beam_search:
             self._beam_params(max_tokens, logprobs)  # refuses what it does not support
         given = {
@@ -172,6 +174,11 @@ class SamplingFields(RequestBody):
             structured_outputs=resolve_constraint(self.response_format, self.structured_outputs),
             extra_args=self.vllm_xargs or None,
         )
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """True if no answer is wanted, only the prompt and its log-probabilities."""
+        return False
 
     @property
     def needs_selection(self) -> bool:
@@ -249,7 +256,6 @@ class CompletionRequest(SamplingFields):
 
     @property
     def is_prompt_only(self) -> bool:
-        """True if no answer is wanted, only the prompt and its log-probabilities."""
         return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -264,9 +270,7 @@ class CompletionRequest(SamplingFields):
                 "best_of cannot be streamed: the best answers are known only at the end.",
                 param="best_of",
             )
-        # The engine generates at least one token; for is_prompt_only it is dropped.
-        max_tokens = 1 if self.is_prompt_only else self.max_tokens
-        params = self._params(defaults, max_tokens, self.logprobs)
+        params = self._params(defaults, self.max_tokens, self.logprobs)
         if self.echo and self.logprobs is not None:
             params.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
         if not self.needs_selection:

@@ -250,7 +250,8 @@ class InputProcessor:
         if num_prompt_tokens > limit:
             raise ContextLengthError(limit, "prompt", num_prompt_tokens)
         room = limit - num_prompt_tokens
-        max_tokens = params.max_tokens or max(1, room)
+        # The engine generates at least one token: see `OutputProcessor`.
+        max_tokens = max(1, room if params.max_tokens is None else params.max_tokens)
         if max_tokens > room:
             raise ContextLengthError(limit, "prompt", num_prompt_tokens, max_tokens=max_tokens)
         return max_tokens

@@ -278,6 +278,8 @@ class OutputProcessor:
                 sequence.first_token = now
                 changes.started.append(sequence)
             sequence.last_token = now
+            if state.params.max_tokens == 0:
+                _drop_answer(output)
             sequence.token_ids += output.token_ids
         sequence.num_preemptions = output.num_preemptions
         sequence.num_accepted_drafts = output.num_accepted_drafts
@@ -415,3 +417,10 @@ def _merge(delta: Delta, later: Delta) -> None:
     delta.finish_reason, delta.stop_reason = later.finish_reason, later.stop_reason
     delta.num_cached_tokens = later.num_cached_tokens or delta.num_cached_tokens
     delta.error = later.error
+
+
+def _drop_answer(output: EngineOutput) -> None:
+    """Drop the token that the engine generates for a request that wants none."""
+    output.token_ids, output.logprobs = [], None
+    if output.finish_reason in ("stop", "length"):
+        output.finish_reason, output.stop_reason = "length", None

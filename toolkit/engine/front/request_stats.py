@@ -78,7 +78,6 @@ def observe_sequence_end(
     metrics: Metrics, sequence: SequenceState, stream: RequestStream | None, reason: str, now: float
 ) -> None:
     """Record the end of a sequence and, after its last one, of the request."""
-    metrics.count_finished(reason)
     metrics.request_generation_tokens.observe(sequence.num_tokens)
     metrics.request_num_preemptions.observe(sequence.num_preemptions)
     if sequence.num_tokens > 1:
@@ -86,6 +85,7 @@ def observe_sequence_end(
         metrics.time_per_output_token.observe(seconds / (sequence.num_tokens - 1))
     if stream is None or not stream.state.is_finished:
         return
+    metrics.count_finished(reason)
     metrics.e2e_request_latency.observe(now - stream.arrival)
     metrics.request_prompt_tokens.observe(len(stream.state.prompt_token_ids))
     metrics.request_params_n.observe(len(stream.state.sequences))
