@@ -1,7 +1,11 @@
 """The rich console of all commands. It shows text from servers and files as it is written."""
 
+import io
+import locale
+import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -15,15 +19,27 @@ from toolkit.logs import escape_controls
 def read_piped() -> str | None:
     """Return the text piped to standard input, None if that is a terminal.
 
-    Raises ConfigError if it is not text."""
+    It is UTF-8 or in the locale's encoding. Raises ConfigError if it is neither."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
+    data = sys.stdin.buffer.read()
+    for encoding in ("utf-8", locale.getencoding()):
+        with suppress(UnicodeDecodeError):
+            return io.TextIOWrapper(io.BytesIO(data), encoding).read()
+    raise ConfigError("Standard input is not UTF-8 text.")
+
+
+def as_text(argument: str) -> str:
+    """Return an argument of the command line as text, with `?` for bytes that are none.
+
+    Python decodes it by the locale, which may be ASCII where the terminal has UTF-8."""
     try:
-        piped = sys.stdin.read()
-        piped.encode()  # other bytes may have become surrogates
-    except UnicodeError:
-        raise ConfigError("Standard input is not UTF-8 text.") from None
-    return piped
+        argument.encode()
+    except UnicodeEncodeError:  # bytes that could not be decoded have become lone surrogates
+        with suppress(UnicodeDecodeError):
+            return os.fsencode(argument).decode()
+        return argument.encode(errors="replace").decode()
+    return argument
 
 
 class SafeConsole(Console):

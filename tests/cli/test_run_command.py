@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,20 @@ def test_run_prints_only_the_answer_to_stdout(checkpoint):
         tokens = tokens[: tokens.index(checkpoints.EOS)]
     assert done.stdout == tokenizer.decode([t for t in tokens if t < checkpoints.EOS]) + "\n"
     assert "Traceback" not in done.stderr
+
+
+def test_run_works_where_the_locale_has_only_ascii(checkpoint, tk_here):
+    """UTF-8 in arguments and standard input is read, and other characters are printed as `?`."""
+    arguments = ["run", str(checkpoint("gpt2")), "é", "--raw", "--max-tokens", "40"]
+    expected = tk_here(*arguments, stdin="ü\n").stdout
+    assert not expected.isascii()
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments],
+        input="ü\n".encode(), capture_output=True, timeout=300, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == re.sub(r"[^\x00-\x7f]", "?", expected)
 
 
 def test_run_adds_piped_text_to_the_prompt(checkpoint, tk_here):

@@ -14,11 +14,11 @@ from rich.text import Text
 from toolkit.chat import store
 from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.local import exit_on_signals, local_server
-from toolkit.chat.screen.terminal import Terminal, printable
+from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
-from toolkit.console import read_piped
+from toolkit.console import as_text, read_piped
 from toolkit.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ async def _chat(
     client = ChatClient(address)
     session = Session(client, model, config, terminal)
     if saved is not None and config.system is not None:
-        saved.conversation.system = config.system
+        saved.conversation.system = as_text(config.system)
     try:
         with terminal.keyboard.hidden_input():
             if question is None:
@@ -87,7 +87,8 @@ def _read_question(config: ChatConfig) -> str | None:
     piped = read_piped()
     if piped is not None and not piped.strip() and not config.prompt:
         raise ConfigError(_no_question(config.model), param="prompt")
-    return printable("\n\n".join(filter(None, [config.prompt, (piped or "").strip()]))) or None
+    parts = [as_text(config.prompt or ""), (piped or "").strip()]
+    return "\n\n".join(filter(None, parts)) or None
 
 
 def _no_question(model: str | None) -> str:

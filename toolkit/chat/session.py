@@ -14,6 +14,7 @@ from toolkit.chat.screen.display import display_for
 from toolkit.chat.screen.signals import Signals
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.config.clients import ChatConfig
+from toolkit.console import as_text
 from toolkit.errors import ToolkitError
 
 
@@ -27,7 +28,7 @@ class Session:
         self.model = model
         self.config = config
         self.terminal = terminal
-        self.conversation = Conversation(config.system)
+        self.conversation = Conversation(config.system and as_text(config.system))
         self.path = store.new_path()
         self.signals = Signals(terminal.keyboard)
         self.images: list[str] = []  # data: URLs for the next question

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from io import TextIOWrapper
 
 from toolkit.cli.names import VALUES
 
@@ -22,9 +23,17 @@ def _open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
+def _replace_unprintable() -> None:
+    """Print `?` for characters that the locale's encoding lacks, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Entry point of `tk`. The version and completion values do not need to import Typer."""
     _open_closed_streams()
+    _replace_unprintable()
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
         from toolkit.version import __version__

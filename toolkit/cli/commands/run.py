@@ -13,7 +13,7 @@ from toolkit.config import (
     RunConfig,
     SchedulerConfig,
 )
-from toolkit.console import read_piped
+from toolkit.console import as_text, read_piped
 from toolkit.errors import InvalidRequestError
 from toolkit.logs import escape_controls
 
@@ -48,7 +48,9 @@ def run(
             )
         tokens = llm.tokenize(prompt)
     else:
-        system = [{"role": "system", "content": config.system}] if config.system is not None else []
+        system = []
+        if config.system is not None:
+            system = [{"role": "system", "content": as_text(config.system)}]
         tokens = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
     params = SamplingParams(
         temperature=config.temperature,
@@ -68,7 +70,7 @@ def run(
 def _read_prompt(given: str | None, model: str | None) -> str:
     """Return the prompt and piped text, joined. Raises InvalidRequestError if both are empty."""
     piped = (read_piped() or "").rstrip("\n")
-    prompt = "\n\n".join(part for part in (given, piped) if part)
+    prompt = "\n\n".join(part for part in (as_text(given or ""), piped) if part)
     if not prompt:
         hint = "" if model is None else f" {model!r} is taken as the model; see --prompt."
         raise InvalidRequestError(
