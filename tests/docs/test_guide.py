@@ -495,6 +495,18 @@ def test_table_of_models_lists_every_architecture_and_rope_type():
     assert set(re.findall(r"`(\w+)`", rope_types)) == SCALINGS.keys()
 
 
+def test_results_of_the_readme_are_those_of_the_benchmarks():
+    """Each pair `vLLM → tk` and each number of milliseconds."""
+    readme, benchmarks = ((ROOT / f"{name}.md").read_text() for name in ("README", "BENCHMARKS"))
+    results = readme.partition("## Results")[2].partition("\n## ")[0]
+    pairs = re.findall(r"[\d,]+ → [\d,]+", results)
+    times = re.findall(r"([\d.]+) ms", results)
+    assert len(pairs) == 19
+    assert len(times) == 2
+    assert [one for one in pairs if one not in benchmarks] == []
+    assert [one for one in times if f"{one} ms" not in " ".join(benchmarks.split())] == []
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
 

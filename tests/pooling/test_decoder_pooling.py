@@ -162,6 +162,18 @@ def test_embeddings_are_truncated_only_if_supported(checkpoint, tmp_path):
         llm.embed(PROMPTS, dimensions=9)
 
 
+def test_prompts_have_the_forms_of_generation(checkpoint):
+    llm = LLM(str(checkpoint("llama3-gqa")), pooling="last", num_threads=1)
+    ids = llm.tokenize("A sea")
+    given = ["A sea", ids, {"prompt": "A sea"}, {"prompt_token_ids": ids}]
+    first, *others = embed(llm, given)
+    assert all((other == first).all() for other in others)
+    assert (embed(llm, {"prompt_token_ids": ids}) == [first]).all()
+    for wrong in ({}, {"prompt_token_ids": "A"}, None, [None], {"prompt": 5}, [["a"]]):
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            llm.embed([wrong])
+
+
 def test_generative_model_names_the_pooling_setting(checkpoint):
     llm = LLM(str(checkpoint("gpt2")), num_threads=1)
     for call in (lambda: llm.embed("text"), lambda: llm.score("a", "b")):

@@ -14,7 +14,7 @@ from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
 from toolkit.engine.front.adapters import AdapterRegistry
-from toolkit.engine.front.input_processor import InputProcessor, Prompt
+from toolkit.engine.front.input_processor import InputProcessor, Prompt, plain_prompt
 from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, RequestState
 from toolkit.engine.front.pooled_prompts import (
     EmbeddingOutput,
@@ -212,7 +212,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: str | list[int] | Sequence[str | list[int]],
+        prompts: Prompt | Sequence[Prompt],
         *,
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -223,9 +223,8 @@ class LLM:
         `truncate_prompt_tokens`: tokens to keep of each prompt, -1: the model's maximum. Raises
         InvalidRequestError if the model has no embeddings, or a text is empty or too long."""
         size = self._pooling.embedding_size(dimensions)
-        inputs = self._pooling.prepare_texts(
-            cast(list[str | list[int]], _as_list(prompts)), truncate_prompt_tokens
-        )
+        given = [plain_prompt(prompt) for prompt in _as_list(prompts)]
+        inputs = self._pooling.prepare_texts(given, truncate_prompt_tokens)
         return [
             EmbeddingRequestOutput(
                 str(i),

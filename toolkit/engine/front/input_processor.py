@@ -227,23 +227,12 @@ class InputProcessor:
         return self.require_tokenizer().encode_chat(text, separator)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            self.check_length(prompt)
-            return prompt, self.require_tokenizer().encode(prompt)
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                ids = prompt["prompt_token_ids"]
-                text = prompt.get("prompt")
-                return (text if isinstance(text, str) else None), self._tokenize(_check_ids(ids))[1]
-            inner = prompt.get("prompt")
-            if isinstance(inner, str):
-                return self._tokenize(inner)
-            raise InvalidRequestError(
-                'A prompt must be text, a list of token ids, {"prompt": text} or '
-                '{"prompt_token_ids": ids}.',
-                param="prompt",
-            )
-        return None, _check_ids(prompt)
+        given = plain_prompt(prompt)
+        if isinstance(given, str):
+            self.check_length(given)
+            return given, self.require_tokenizer().encode(given)
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        return text if isinstance(text, str) else None, given
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         limit = self.info.max_model_len
@@ -274,6 +263,22 @@ def load_default_sampling(folder: Path) -> dict[str, Any]:
 
 
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def plain_prompt(prompt: Prompt) -> str | list[int]:
+    """Return a prompt's text or token ids. Raises InvalidRequestError if it has neither."""
+    given: object = prompt
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" in prompt:
+            return _check_ids(prompt["prompt_token_ids"])
+        given = prompt.get("prompt")
+        if not isinstance(given, str):
+            raise InvalidRequestError(
+                'A prompt must be text, a list of token ids, {"prompt": text} or '
+                '{"prompt_token_ids": ids}.',
+                param="prompt",
+            )
+    return given if isinstance(given, str) else _check_ids(given)
 
 
 def _check_ids(ids: object) -> list[int]:
