@@ -14,6 +14,8 @@ from toolkit.gguf.file import split_files, split_names
 from toolkit.gguf.folder import is_gguf
 from toolkit.gguf.names import choose, labels, models_in, split_name
 
+DEMO = "tk-demo"
+"""Name of the demo model, unless there is a folder of that name."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors", "*.bin"]
@@ -26,10 +28,10 @@ def locate(model: str | None, revision: str | None = None) -> Path:
     """Return a model's folder: `model` itself, or its snapshot in the hub's cache.
 
     A GGUF file, of a split model the first, stands for a folder. A missing snapshot is downloaded.
-    None is the demo model. The path is absolute: the process may change its folder later. Raises
-    ModelNotFoundError with the places searched, and CheckpointError for a folder that is not a
-    model."""
-    if model is None:
+    None and "tk-demo" are the demo model. The path is absolute: the process may change its folder
+    later. Raises ModelNotFoundError with the places searched, and CheckpointError for a folder that
+    is not a model."""
+    if model is None or (model == DEMO and not Path(model).exists()):
         from toolkit.demo import MODEL_DIR
 
         return Path(MODEL_DIR)

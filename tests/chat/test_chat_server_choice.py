@@ -67,13 +67,47 @@ def test_failed_start_of_a_word_hints_at_the_prompt(
     assert ("one-word question needs --prompt" in caught.value.message) == is_hint
 
 
-def test_server_that_rejects_the_key_is_reported_and_not_used(server, private, screen, monkeypatch):
+@pytest.mark.parametrize("key", [None, "wrong"])
+@pytest.mark.parametrize("is_question", [False, True])
+def test_server_that_rejects_the_key_is_an_error(
+    server, private, screen, monkeypatch, key, is_question
+):
+    """No demo model answers in its place."""
     server.api_key = "secret"
     monkeypatch.setattr(run, "DEFAULT_URL", server.url)
-    with run.find_server(ChatConfig(), screen.terminal):
+    words = "rejected the API key" if key else "needs an API key"
+    for model in (None, "m") if key else (None,):
+        with (
+            pytest.raises(ServerError, match=words),
+            run.find_server(
+                ChatConfig(api_key=key, model=model), screen.terminal, is_question=is_question
+            ),
+        ):
+            pass
+    assert private == []
+
+
+def test_model_is_started_next_to_a_server_that_needs_a_key(server, private, screen, monkeypatch):
+    server.api_key = "secret"
+    monkeypatch.setattr(run, "DEFAULT_URL", server.url)
+    with run.find_server(ChatConfig(model="m"), screen.terminal, is_question=True):
         pass
-    assert "rejected the API key" in screen.stderr
-    assert private == [None]
+    assert private == ["m"]
+
+
+def test_demo_model_answers_no_question_that_did_not_ask_for_it(
+    private, screen, monkeypatch, unused_tcp_port
+):
+    monkeypatch.setattr(run, "DEFAULT_URL", f"http://127.0.0.1:{unused_tcp_port}")
+    with (
+        pytest.raises(ServerError, match=r"No server answers at .*--url, or --model"),
+        run.find_server(ChatConfig(), screen.terminal, is_question=True),
+    ):
+        pass
+    assert private == []
+    with run.find_server(ChatConfig(model="tk-demo"), screen.terminal, is_question=True):
+        pass
+    assert private == ["tk-demo"]
 
 
 def test_url_is_used_and_no_other_server(server, private, screen, unused_tcp_port):

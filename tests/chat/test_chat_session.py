@@ -187,7 +187,10 @@ async def test_reasoning_is_separate_and_shown_on_request(server, connect, scree
     ("settings", "message"),
     [
         ({"model": "other"}, r"refused the request \(HTTP 404\): No model other\."),
-        ({"api_key": "wrong"}, r"rejected the API key \(--api-key\): Invalid API key\."),
+        (
+            {"api_key": "wrong"},
+            r"rejected the API key \(--api-key or TK_API_KEY\): Invalid API key\.",
+        ),
     ],
 )
 async def test_refusal_is_one_line_and_does_not_end_the_chat(

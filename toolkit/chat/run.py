@@ -16,7 +16,7 @@ from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.local import exit_on_signals, local_server
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
-from toolkit.client.wire import ServerError
+from toolkit.client.wire import KeyRejectedError, ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
 from toolkit.console import as_text, read_piped
 from toolkit.errors import ConfigError
@@ -35,7 +35,7 @@ def run(config: ChatConfig) -> int:
     saved = _newest_conversation() if config.resume else None
     with (
         exit_on_signals(signal.SIGTERM, signal.SIGHUP),
-        find_server(config, terminal) as (address, model),
+        find_server(config, terminal, is_question=question is not None) as (address, model),
     ):
         try:
             return asyncio.run(_chat(config, terminal, address, model, question, saved))
@@ -112,10 +112,13 @@ def _newest_conversation() -> store.SavedConversation:
 
 
 @contextmanager
-def find_server(config: ChatConfig, terminal: Terminal) -> Iterator[tuple[Address, ModelInfo]]:
+def find_server(
+    config: ChatConfig, terminal: Terminal, *, is_question: bool = False
+) -> Iterator[tuple[Address, ModelInfo]]:
     """Yield a server and a model: at --url, else at the default address, else a private server.
 
-    Raises ServerError if it cannot be reached or started."""
+    Raises ServerError if it cannot be reached or started, or if only the demo model could answer a
+    single question: a script would take its answer for that of a real model."""
     if config.url is not None:
         address = Address(config.url, config.api_key)
         yield address, choose_model(address, config.model)
@@ -123,6 +126,11 @@ def find_server(config: ChatConfig, terminal: Terminal) -> Iterator[tuple[Addres
     if (found := find_default_server(config, terminal)) is not None:
         yield found
         return
+    if is_question and config.model is None:
+        raise ServerError(
+            f"No server answers at {DEFAULT_URL}, and no model is given. Start one with 'tk serve "
+            "MODEL', or give --url, or --model (tk-demo is the small demo model)."
+        )
     name = config.model or "the demo model"
     with (
         show_progress(terminal, f"Starting {name}") as tick,
@@ -145,7 +153,9 @@ def choose_model(address: Address, name: str | None) -> ModelInfo:
 
 
 def find_default_server(config: ChatConfig, terminal: Terminal) -> tuple[Address, ModelInfo] | None:
-    """Return the server at the default address if it is healthy and has the model."""
+    """Return the server at the default address if it is healthy and has the model.
+
+    Raises KeyRejectedError if it refuses the key, or needs one and no model is given."""
     address = Address(DEFAULT_URL, config.api_key)
     try:
         with httpx.Client(**address.client_options()) as http:
@@ -153,6 +163,10 @@ def find_default_server(config: ChatConfig, terminal: Terminal) -> tuple[Address
                 return None
         models = address.list_models()
     except httpx.HTTPError:
+        return None
+    except KeyRejectedError:
+        if config.api_key or config.model is None:
+            raise
         return None
     except ServerError as error:
         terminal.note(f"{error.message} Starting a private server instead.")

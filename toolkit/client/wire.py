@@ -17,6 +17,10 @@ class ServerError(ToolkitError):
     type = "server_error"
 
 
+class KeyRejectedError(ServerError):
+    """The server refuses the key, or that there is none."""
+
+
 class RequestFailedError(Exception):
     """A request got no complete answer. `cause` is the kind of failure, `example` its message."""
 

@@ -14,8 +14,6 @@ from toolkit.inventory.remote_gguf import read_remote
 from toolkit.lora.files import CONFIG
 from toolkit.models.config.overrides import add_quantization
 
-DEMO = "tk-demo"
-
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
@@ -33,7 +31,7 @@ def local_models(folders: list[Path]) -> Iterator[LocalModel]:
     """Yield the demo model, models and adapters in `folders` and one level below, cached ones."""
     from toolkit.demo import MODEL_DIR
 
-    yield _read(DEMO, Path(MODEL_DIR))
+    yield _read(hub.DEMO, Path(MODEL_DIR))
     for folder in folders:
         for config in sorted((*folder.glob("config.json"), *folder.glob("*/config.json"))):
             yield _read(str(config.parent), config.parent)
@@ -72,7 +70,7 @@ def find_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
 
     Raises ModelNotFoundError and CheckpointError as `hub.locate` does."""
     if model is None or Path(model).expanduser().exists() or hub.is_path(model):
-        return read_folder(hub.locate(model), model or DEMO)
+        return read_folder(hub.locate(model), model or hub.DEMO)
     snapshot = hub.cached_snapshot(model, revision, with_weights=True)
     if snapshot is not None:
         return read_folder(snapshot, model)

@@ -10,9 +10,8 @@ from toolkit.api.http.connections.listener import tls
 from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.errors import ConfigError
+from toolkit.hub import DEMO
 from toolkit.text.chat_template import load_template
-
-DEMO_NAME = "tk-demo"
 
 
 def check_server_settings(
@@ -35,7 +34,7 @@ def check_server_settings(
 def default_name(model: str | None) -> str:
     """Return the model's name in the API: that on the hub, or the last part of its path."""
     if model is None:
-        return DEMO_NAME
+        return DEMO
     folder = Path(model).expanduser()
     if folder.is_file():
         return folder.stem  # a GGUF file

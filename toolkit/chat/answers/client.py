@@ -7,7 +7,14 @@ from typing import Any
 import httpx
 
 from toolkit.chat.answers.delta import ChatDelta, parse_delta
-from toolkit.client.wire import DONE, EventBuffer, ServerError, error_message, goes_through_proxy
+from toolkit.client.wire import (
+    DONE,
+    EventBuffer,
+    KeyRejectedError,
+    ServerError,
+    error_message,
+    goes_through_proxy,
+)
 
 TIMEOUT = httpx.Timeout(10.0, read=None)  # a queue or reasoning may take long; Ctrl-C ends the wait
 
@@ -64,8 +71,9 @@ class Address:
     def refused(self, status: int, body: bytes) -> ServerError:
         reason = error_message(body)
         if status in (401, 403):
-            return ServerError(
-                f"The server at {self.url} rejected the API key (--api-key): {reason}"
+            what = "rejected the API key" if self.api_key else "needs an API key"
+            return KeyRejectedError(
+                f"The server at {self.url} {what} (--api-key or TK_API_KEY): {reason}"
             )
         return ServerError(
             f"The server at {self.url} refused the request (HTTP {status}): {reason}"
