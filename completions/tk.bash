@@ -32,12 +32,13 @@ _tk_table() {
             esac
             ;;
         "tk chat")
-            flags="--model --prompt --url --base-url --api-key --system -c --resume --continue --no-resume --temperature --max-tokens --top-p --seed --tools --schema --json --no-json --stream --no-stream --reasoning --config --help-all -h --help"
+            flags="--model --prompt --url --base-url --api-key --system -c --resume --continue --no-resume --temperature --max-tokens --top-p --seed --tools --context-policy --schema --json --no-json --stream --no-stream --reasoning --config --help-all -h --help"
             places=("@MODEL" "@ANY")
             case "$1" in
                 --model) kind="@MODEL" ;;
                 --prompt|--url|--base-url|--api-key|--system|--temperature|--max-tokens|--top-p|--seed) kind="@ANY" ;;
                 --tools|--schema|--config) kind="@FILE" ;;
+                --context-policy) kind="trim stop" ;;
                 --reasoning) kind="short full hidden" ;;
             esac
             ;;

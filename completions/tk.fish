@@ -166,6 +166,7 @@ complete -c tk -n "__tk_at 'tk chat'" -l max-tokens -x -d 'Maximum tokens per an
 complete -c tk -n "__tk_at 'tk chat'" -l top-p -x -d 'Sample from the likeliest tokens with this total probability'
 complete -c tk -n "__tk_at 'tk chat'" -l seed -x -d 'Random seed, for reproducible answers'
 complete -c tk -n "__tk_at 'tk chat'" -l tools -r -F -d 'Tools that the model may call: a JSON list in the API\'s format'
+complete -c tk -n "__tk_at 'tk chat'" -l context-policy -x -a 'trim stop' -d 'When the context is full, leave out the oldest turns (trim), or let the server refuse the question (stop)'
 complete -c tk -n "__tk_at 'tk chat'" -l schema -r -F -d 'JSON schema that answers must match'
 complete -c tk -n "__tk_at 'tk chat'" -l json -d 'Print the answer as JSON, with tokens, times and reasoning'
 complete -c tk -n "__tk_at 'tk chat'" -l no-json -d 'Print the answer as JSON, with tokens, times and reasoning'

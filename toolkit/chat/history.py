@@ -17,12 +17,35 @@ class Conversation:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     unanswered: list[Message] | None = None
+    skipped: int = 0  # messages at the beginning that are no longer sent
 
     def build_messages(self, new: list[Message]) -> list[Message]:
         """Return the messages to send: the history, then `new`."""
         head: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        history = [*self.messages, *new]
+        history = [*self.messages[self.skipped :], *new]
         return head + [{key: m[key] for key in SENT_KEYS if key in m} for m in history]
+
+    @property
+    def has_older_turns(self) -> bool:
+        """True if more than the last turn is sent."""
+        return len([one for one in self.messages[self.skipped :] if one["role"] == "user"]) > 1
+
+    @property
+    def sent_characters(self) -> int:
+        return sum(len(text_of(message)) for message in self.messages[self.skipped :])
+
+    def skip_oldest(self, *, keeps_last: bool) -> bool:
+        """Leave the oldest turn out of what is sent. Return False if there is none.
+
+        `keeps_last`: the last turn is not left out."""
+        starts = [i for i, one in enumerate(self.messages) if one["role"] == "user"]
+        later = [i for i in starts if i > self.skipped]
+        if not later:
+            if keeps_last or self.skipped == len(self.messages):
+                return False
+            later = [len(self.messages)]
+        self.skipped = later[0]
+        return True
 
     def append(self, new: list[Message], answer: Message) -> None:
         self.messages += [*new, answer]
@@ -41,6 +64,7 @@ class Conversation:
             return []
         question = [self.messages[questions[-1]]]
         del self.messages[questions[-1] :]
+        self.skipped = min(self.skipped, len(self.messages))
         return question
 
     @property

@@ -5,8 +5,6 @@ from typing import Any
 import orjson
 
 from toolkit.chat.answers.answer_view import Answer
-from toolkit.chat.answers.exchange import exchange
-from toolkit.chat.answers.request import request_body
 from toolkit.chat.screen.display import Display, NoDisplay, display_for
 from toolkit.chat.session import Session
 from toolkit.client.wire import ServerError
@@ -21,9 +19,7 @@ async def answer_once(session: Session, question: str, *, is_continued: bool) ->
 
     `is_continued`: add both to the saved conversation. Raises ServerError if no answer begins."""
     new = [{"role": "user", "content": question}]
-    messages = session.conversation.build_messages(new)
-    body = request_body(session.config, session.model.name, messages)
-    answer = await exchange(session.client, body, _make_display(session), session.signals)
+    answer = await session.exchange(new, _make_display(session))
     if answer.error is not None and answer.is_empty:
         raise ServerError(answer.error + session.config.word_hint)
     _write_summary(session, answer)

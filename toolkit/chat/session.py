@@ -9,8 +9,9 @@ from toolkit.chat.answers.answer_view import Answer, Message
 from toolkit.chat.answers.client import ChatClient, ModelInfo
 from toolkit.chat.answers.exchange import exchange
 from toolkit.chat.answers.request import request_body
+from toolkit.chat.context import ContextGauge, asks
 from toolkit.chat.history import Conversation, shorten, text_of
-from toolkit.chat.screen.display import display_for
+from toolkit.chat.screen.display import Display, display_for
 from toolkit.chat.screen.signals import Signals
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.config.clients import ChatConfig
@@ -36,6 +37,7 @@ class Session:
         self.draft = ""  # initial text of the next question
         self.is_editing = False  # the next question replaces the last one
         self.answers: list[Answer] = []
+        self.context = ContextGauge(model.max_context)
 
     async def submit(self, text: str) -> None:
         """Ask a question, or enter the result of the pending tool call."""
@@ -58,7 +60,7 @@ class Session:
         """Send new messages, and show and save the answer, even if it is incomplete.
 
         If there is no answer, the messages become the unanswered question."""
-        answer = await self.exchange(self.conversation.build_messages(new))
+        answer = await self.exchange(new, self.display())
         if answer.is_empty:
             self.conversation.unanswered = new
         else:
@@ -85,32 +87,64 @@ class Session:
     async def continue_answer(self) -> None:
         """Continue the last answer from its end."""
         message = self.conversation.messages[-1]
-        answer = await self.exchange(self.conversation.build_messages([]), continues=True)
+        answer = await self.exchange([], self.display())
         message["content"] += answer.content
         self.save()
         self.report(answer)
 
-    async def exchange(self, messages: list[Message], *, continues: bool = False) -> Answer:
-        """Send messages and show the answer. `continues`: it extends the last message."""
-        body = request_body(self.config, self.model.name, messages)
-        if continues:
-            body |= {"continue_final_message": True, "add_generation_prompt": False}
+    def display(self) -> Display:
         language = "json" if self.config.schema is not None else None
-        display = display_for(self.terminal, self.config.reasoning, language)
-        return await exchange(self.client, body, display, self.signals)
+        return display_for(self.terminal, self.config.reasoning, language)
+
+    async def exchange(self, new: list[Message], display: Display) -> Answer:
+        """Send the conversation and new messages, and show the answer. No new ones: continue.
+
+        Leaves out the oldest turns if the context has no room, unless --context-policy is stop."""
+        trims = self.config.context_policy == "trim"
+        if trims:
+            count = self.context.make_room(self.conversation, new, self.config.max_tokens)
+            self._note_left_out(count)
+        while True:
+            body = request_body(self.config, self.model.name, self.conversation.build_messages(new))
+            if not new:
+                body |= {"continue_final_message": True, "add_generation_prompt": False}
+            answer = await exchange(self.client, body, display, self.signals)
+            self.context.note(answer)
+            if not (answer.exceeds_context and trims):
+                return answer
+            if not self.conversation.skip_oldest(keeps_last=not asks(new)):
+                return answer
+            self._note_left_out(1)
+
+    def _note_left_out(self, count: int) -> None:
+        if count:
+            turns = "turn is" if count == 1 else f"{count} turns are"
+            self.terminal.note(f"The context is full: the oldest {turns} left out from here on.")
 
     def report(self, answer: Answer) -> None:
         """Print the answer's error, or its stats and how it ended."""
         self.answers.append(answer)
         if answer.error is not None:
-            self.terminal.error(answer.error)
+            hint = " /clear starts a new conversation." if answer.exceeds_context else ""
+            self.terminal.error(answer.error + hint)
         elif answer.is_empty and not answer.is_stopped:
             self.terminal.note("The answer is empty.")
         notes = ["stopped"] if answer.is_stopped else []
         if answer.finish_reason == "length":
-            notes.append("cut at the token limit (/continue)")
+            notes.append(self._how_to_continue())
         self.terminal.note(" · ".join(filter(None, [*notes, answer.stats(self.model.max_context)])))
+        if (warning := self.context.warning) and not self.context.is_full:
+            trims = self.config.context_policy == "trim"
+            then = "the oldest turns will be left out" if trims else "/clear starts a new one"
+            self.terminal.note(f"{warning}: {then}")
         self.terminal.blank_line()
+
+    def _how_to_continue(self) -> str:
+        if not self.context.is_full:
+            return "cut at the token limit (/continue)"
+        if self.config.context_policy == "trim" and self.conversation.has_older_turns:
+            return "cut at the end of the context (/continue leaves out the oldest turns)"
+        return "cut at the end of the context (/clear starts a new conversation)"
 
     def save(self) -> None:
         """Write the conversation to disk. An error, such as a full disk, does not end the chat."""
@@ -124,6 +158,7 @@ class Session:
         self.conversation = conversation
         self.path = path or store.new_path()
         self.images, self.answers, self.tool_results, self.is_editing = [], [], [], False
+        self.context = ContextGauge(self.model.max_context)
 
     def resume(self, saved: store.SavedConversation) -> None:
         """Switch to a saved conversation and show its last question and answer."""

@@ -68,6 +68,17 @@ def error_message(body: bytes) -> str:
     return " ".join(text.split())[:500] or "the server gave no reason"
 
 
+def error_code(body: bytes) -> str | None:
+    """Return the code of an error body in OpenAI's format, or its type if that is no code."""
+    try:
+        found: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    error = found.get("error") if isinstance(found, dict) else None
+    codes = [error.get("code"), error.get("type")] if isinstance(error, dict) else []
+    return next((code for code in codes if isinstance(code, str)), None)
+
+
 def goes_through_proxy(url: str) -> bool:
     """Return True if HTTP_PROXY and the like apply to this address: not if it is local."""
     return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")

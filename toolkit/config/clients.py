@@ -141,6 +141,11 @@ class ChatConfig:
     tools: str | None = option(
         None, "Tools that the model may call: a JSON list in the API's format.", metavar="FILE"
     )
+    context_policy: Literal["trim", "stop"] = option(
+        "trim",
+        "When the context is full, leave out the oldest turns (trim), or let the server refuse the "
+        "question (stop).",
+    )
     schema: str | None = option(
         None, "JSON schema that answers must match.", metavar="FILE", subject="Output", common=True
     )

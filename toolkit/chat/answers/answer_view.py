@@ -20,6 +20,7 @@ class Answer:
     finish_reason: str | None = None
     is_stopped: bool = False  # by Ctrl-C
     error: str | None = None
+    exceeds_context: bool = False  # the server refused the request for its length
     usage: Usage = field(default_factory=Usage)
     sent: float = field(default_factory=time.monotonic)  # on the monotonic clock
     first_token: float | None = None

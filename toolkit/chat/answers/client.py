@@ -12,6 +12,7 @@ from toolkit.client.wire import (
     EventBuffer,
     KeyRejectedError,
     ServerError,
+    error_code,
     error_message,
     goes_through_proxy,
 )
@@ -76,7 +77,8 @@ class Address:
                 f"The server at {self.url} {what} (--api-key or TK_API_KEY): {reason}"
             )
         return ServerError(
-            f"The server at {self.url} refused the request (HTTP {status}): {reason}"
+            f"The server at {self.url} refused the request (HTTP {status}): {reason}",
+            code=error_code(body),
         )
 
 

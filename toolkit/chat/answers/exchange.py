@@ -13,6 +13,8 @@ from toolkit.chat.screen.display import Display
 from toolkit.chat.screen.signals import Signals
 from toolkit.client.wire import ServerError
 
+CONTEXT_CODES = ("context_length_exceeded", "exceed_context_size_error")  # OpenAI's, llama.cpp's
+
 
 async def exchange(
     client: ChatClient, body: dict[str, Any], display: Display, signals: Signals
@@ -34,6 +36,7 @@ async def exchange(
                     reader.result()
             except ServerError as error:
                 answer.error = error.message
+                answer.exceeds_context = error.code in CONTEXT_CODES
             display.finish()
     finally:
         reader.cancel()
