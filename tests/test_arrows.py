@@ -56,7 +56,7 @@ ARROWS = {
     "weights": {"distributed", "gguf", "kernels"},
     "layers": {"attention", "distributed", "kernels", "weights"},
     "models": {"attention", "distributed", "gguf", "kernels", "layers", "weights"},
-    "lora": {"distributed", "kernels", "layers", "weights"},
+    "lora": {"distributed", "gguf", "kernels", "layers", "weights"},
     "pooling": {"models", "scheduler", "weights"},
     "speculative": {
         "attention",

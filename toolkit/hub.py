@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
+from toolkit.config.engine import DEMO
 from toolkit.errors import CheckpointError, ModelNotFoundError, ToolkitError, did_you_mean
 from toolkit.gguf.file import split_files, split_names
 from toolkit.gguf.folder import is_gguf
 from toolkit.gguf.names import choose, labels, models_in, split_name
 
-DEMO = "tk-demo"
-"""Name of the demo model, unless there is a folder of that name."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors", "*.bin"]

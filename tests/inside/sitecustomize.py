@@ -54,7 +54,9 @@ class Hooks(MetaPathFinder):
 def change_worker(module: ModuleType) -> None:
     module.Worker.execute = with_hooks(module.Worker.execute)
     if os.environ.get("TEST_STEPS") == "equal":
-        module.WarmUp.step_seconds = lambda *_: [(1, 1.0), (1000, 1.0)]
+        from toolkit.scheduler.speculation import StepTimes
+
+        module.WarmUp.step_times = lambda *_: StepTimes(plain=[(1, 1.0), (1000, 1.0)])
 
 
 def change_revival(module: ModuleType) -> None:

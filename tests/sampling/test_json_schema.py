@@ -17,6 +17,12 @@ OPEN: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
 CLOSED: dict[str, Any] = OPEN | {"additionalProperties": False}
 
 
+def without_options(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    return {key: value for key, value in schema.items() if key != "x-guidance"}
+
+
 @pytest.mark.parametrize(
     ("schema", "closed"),
     [
@@ -38,7 +44,7 @@ def test_object_that_declares_properties_is_closed(schema, closed):
     if closed is None:
         text = json.dumps(schema)[:-1] + ', "additionalProperties": false}'
         closed = json.loads(text.replace(json.dumps(OPEN), json.dumps(CLOSED)))
-    assert prepare(schema, lenient=False) == closed
+    assert without_options(prepare(schema, lenient=False)) == closed
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,7 @@ def test_object_that_declares_properties_is_closed(schema, closed):
     ],
 )
 def test_object_that_others_complete_stays_open(schema):
-    assert prepare(schema, lenient=False) == schema
+    assert without_options(prepare(schema, lenient=False)) == schema
 
 
 PERSON = {"name": {"type": "string"}, "age": {"type": "integer"}, "a b+c": {"type": "boolean"}}

@@ -8,7 +8,7 @@ import torch
 from tests.worker.stages import TwoStages
 from toolkit.attention.torch import TorchBackend
 from toolkit.kernels.table import Kernels
-from toolkit.scheduler.speculation import StepCosts
+from toolkit.scheduler.speculation import StepCosts, StepTimes
 from toolkit.worker.startup.warm_up import WarmUp
 
 
@@ -16,6 +16,11 @@ from toolkit.worker.startup.warm_up import WarmUp
 def all_drafts_pay(monkeypatch: pytest.MonkeyPatch):
     """Verify all drafts: what steps of a tiny model take would decide otherwise."""
     monkeypatch.setattr(StepCosts, "useful", lambda self, num_drafts, *others: num_drafts)
+
+    def pays(self: StepCosts, most, rates) -> bool:
+        return bool(self.useful(most, rates, len(most)).any())
+
+    monkeypatch.setattr(StepCosts, "pays_to_draft", pays)
 
 
 @pytest.fixture
@@ -28,7 +33,7 @@ def gpu_runner(triton_runs: bool, monkeypatch: pytest.MonkeyPatch):
     # Steps that overlap have the same buffers, which a GPU copies in order.
     monkeypatch.setattr("toolkit.worker.model_runner.to_host", torch.clone)
     # Of the CPU's runner. It would run steps of one stage alone.
-    monkeypatch.setattr(WarmUp, "step_seconds", lambda *_: [])
+    monkeypatch.setattr(WarmUp, "step_times", lambda *_: StepTimes())
 
 
 class Rerun:

@@ -19,17 +19,21 @@ from tests.speculative.drafting import (
     random_prompts,
     save_llama,
 )
-from toolkit import LoRARequest, SamplingParams
+from toolkit import LLM, LoRARequest, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.config.engine import MEMORY_VARIABLE
 from toolkit.errors import ConfigError, ModelNotFoundError, OutOfMemoryError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.estimate import DrafterShape, estimate
+from toolkit.scheduler.speculation import StepCosts, StepTimes
+from toolkit.speculative.draft_model import DraftModel
+from toolkit.worker.startup.warm_up import WarmUp
 from toolkit.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
+USEFUL, PAYS = StepCosts.useful, StepCosts.pays_to_draft  # before the folder's fixture
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 MODULE = "model.layers.0.self_attn.o_proj"
 CASES = {
@@ -66,6 +70,27 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = transformers.BertConfig(vocab_size=VOCAB, num_attention_heads=2, **sizes)
     return save(transformers.BertModel(config), tmp_path_factory.mktemp("bert"))
+
+
+def test_a_drafter_that_is_always_wrong_stops(monkeypatch, target_folder, other_folder):
+    """Its time counts, and it reads only now and then what it has missed."""
+    times = StepTimes(plain=[(1, 1.0), (64, 1.0)], drafting=[(1, 0.5), (64, 0.5)])
+    monkeypatch.setattr(WarmUp, "step_times", lambda *_: times)
+    monkeypatch.setattr(StepCosts, "useful", USEFUL)
+    monkeypatch.setattr(StepCosts, "pays_to_draft", PAYS)
+    network, runs = DraftModel.run, []
+    monkeypatch.setattr(DraftModel, "run", lambda *given: runs.append(given) or network(*given))
+    settings = SETTINGS | {"max_num_seqs": 1, "max_model_len": 160, "num_gpu_blocks_override": 64}
+    plain = LLM(str(target_folder), **settings)
+    given = GREEDY | {"max_tokens": 100}
+    expected = answers(plain, random_prompts(1), **given)
+    llm = drafting_engine(target_folder, other_folder, **settings)
+    runs.clear()
+    with logged_steps(llm) as log:
+        assert answers(llm, random_prompts(1), **given) == expected
+    assert 0 < log.num_drafts < 40
+    assert 80 < len(log.steps) <= 101
+    assert len(runs) < 45
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 
 from toolkit.config import Speculation
 from toolkit.errors import ConfigError
-from toolkit.scheduler.speculation import AcceptanceRates, StepCosts
+from toolkit.scheduler.speculation import AcceptanceRates, StepCosts, StepTimes
 
+PAYS = StepCosts.pays_to_draft
 USEFUL = StepCosts.useful  # before the folder's fixture replaces it
 FLAT = [(1, 1.0), (8, 1.0), (64, 1.0)]
 STEEP = [(1, 1.0), (2, 1.9), (4, 3.7), (64, 60.0)]
@@ -32,7 +33,8 @@ def speed(costs: StepCosts, drafts: tuple[int, ...], rates: list[float]) -> floa
 def test_no_other_choice_is_faster(seed: int):
     rng = np.random.default_rng(seed)
     seconds = np.cumsum(rng.random(6) * [1, 0.2, 0.1, 0.3, 1, 2]) + 0.5
-    costs = StepCosts(list(zip([1, 2, 3, 5, 8, 12], seconds.tolist(), strict=True)))
+    times = list(zip([1, 2, 3, 5, 8, 12], seconds.tolist(), strict=True))
+    costs = StepCosts(StepTimes(times))
     offered, rates = [3, 2, 4], rng.random(3).tolist()
     chosen = useful(costs, offered, rates, 3)
     best = max(speed(costs, one, rates) for one in product(range(4), range(3), range(5)))
@@ -40,27 +42,38 @@ def test_no_other_choice_is_faster(seed: int):
 
 
 def test_steps_of_one_price_verify_all():
-    assert useful(StepCosts(FLAT), [3, 0, 5], [0.1, 0.9, 0.01], 3) == [3, 0, 5]
-    assert useful(StepCosts([]), [3, 0, 5], [0.1, 0.9, 0.01], 3) == [3, 0, 5]
-    assert useful(StepCosts(FLAT), [3, 2], [0.0, 0.0], 2) == [0, 0]
-    assert useful(StepCosts(STEEP), [3, 2], [0.8, 0.3], 2) == [0, 0]
-    assert useful(StepCosts(FLAT), [], [], 0) == []
+    assert useful(StepCosts(StepTimes(FLAT)), [3, 0, 5], [0.1, 0.9, 0.01], 3) == [3, 0, 5]
+    assert useful(StepCosts(StepTimes()), [3, 0, 5], [0.1, 0.9, 0.01], 3) == [3, 0, 5]
+    assert useful(StepCosts(StepTimes(FLAT)), [3, 2], [0.0, 0.0], 2) == [0, 0]
+    assert useful(StepCosts(StepTimes(STEEP)), [3, 2], [0.8, 0.3], 2) == [0, 0]
+    assert useful(StepCosts(StepTimes(FLAT)), [], [], 0) == []
 
 
 def test_a_step_that_was_delayed_when_measured_changes_little():
-    delayed = StepCosts([(1, 1.0), (2, 9.0), (4, 1.1), (8, 1.2)])
+    delayed = StepCosts(StepTimes([(1, 1.0), (2, 9.0), (4, 1.1), (8, 1.2)]))
     assert useful(delayed, [4], [0.7], 1) == [4]
 
 
 def test_padded_steps_verify_all_or_nothing():
     plain, padded = [(1, 1.0), (8, 1.2), (64, 2.0)], [(1, 1.1), (8, 2.0), (64, 6.0)]
-    costs = StepCosts(plain, padded)
+    costs = StepCosts(StepTimes(plain, padded))
     assert useful(costs, [4], [0.8], 1) == [4]
     assert useful(costs, [4], [0.05], 1) == [0]
     assert useful(costs, [4] * 8, [0.8] * 8, 8) == [4] * 8
     assert useful(costs, [4] + [0] * 7, [0.8] * 8, 8) == [0] * 8  # one gains, all wait
     assert useful(costs, [4] * 64, [0.5] * 64, 64) == [0] * 64
     assert useful(costs, [4] * 64, [0.9] * 64, 64) == [4] * 64
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 1.5])
+def test_drafting_must_gain_more_than_it_takes(monkeypatch, rate: float, seconds: float):
+    """For one request and three drafts, in a step whose time does not depend on its tokens."""
+    costs = StepCosts(StepTimes(FLAT, drafting=[(1, seconds), (8, 2 * seconds)]))
+    gained = rate + rate**2 + rate**3
+    monkeypatch.setattr(StepCosts, "useful", USEFUL)
+    pays = PAYS(costs, np.array([3], np.int32), np.array([rate]))
+    assert pays == ((1 + gained) / (1 + seconds) > 1)
 
 
 def test_rates_follow_each_request():

@@ -81,7 +81,7 @@ def test_drafts_change_nothing_on_two_gpus(tmp_path: Path, sharded: str, enforce
 
     expected = run(LLM(str(folder), **settings))
     llm = LLM(str(folder), **settings, speculative_config=NGRAM)
-    assert bool(engines.core(llm).info.verify_seconds) == (not enforce_eager)
+    assert bool(engines.core(llm).info.step_times.verifying) == (not enforce_eager)
     total = count_drafts(llm)
     found = run(llm)
     both = params + params[:num_alone]

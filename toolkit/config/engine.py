@@ -13,6 +13,8 @@ from toolkit.config.fields import check_all, option, options
 from toolkit.config.speculation import SpeculationConfig
 from toolkit.errors import ConfigError, did_you_mean
 
+DEMO = "tk-demo"
+"""Name of the demo model, unless there is a folder of that name."""
 MAX_GIB = 2.0**20  # more than any machine has; rejects infinity
 MAX_SEED = 2**63 - 1  # also for requests
 ENGINE_VARIABLE = "TOOLKIT_ENGINE"

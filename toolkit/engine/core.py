@@ -70,8 +70,7 @@ class EngineCore:
             max_loras=config.lora.max_loras,
             most_drafts=info.most_drafts,
             most_step_drafts=info.most_step_drafts,
-            step_seconds=info.step_seconds,
-            verify_seconds=info.verify_seconds,
+            step_times=info.step_times,
         )
         in_memory = config.lora.num_in_memory
         self._adapters = AdapterLoads(executor.operate, in_memory, info.adapters[:in_memory])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import hub
+from toolkit.config.engine import DEMO
 from toolkit.errors import CheckpointError
 from toolkit.gguf.names import labels, models_in, split_name
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
@@ -31,7 +32,7 @@ def local_models(folders: list[Path]) -> Iterator[LocalModel]:
     """Yield the demo model, models and adapters in `folders` and one level below, cached ones."""
     from toolkit.demo import MODEL_DIR
 
-    yield _read(hub.DEMO, Path(MODEL_DIR))
+    yield _read(DEMO, Path(MODEL_DIR))
     for folder in folders:
         for config in sorted((*folder.glob("config.json"), *folder.glob("*/config.json"))):
             yield _read(str(config.parent), config.parent)
@@ -70,7 +71,7 @@ def find_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
 
     Raises ModelNotFoundError and CheckpointError as `hub.locate` does."""
     if model is None or Path(model).expanduser().exists() or hub.is_path(model):
-        return read_folder(hub.locate(model), model or hub.DEMO)
+        return read_folder(hub.locate(model), model or DEMO)
     snapshot = hub.cached_snapshot(model, revision, with_weights=True)
     if snapshot is not None:
         return read_folder(snapshot, model)

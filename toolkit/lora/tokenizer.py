@@ -8,10 +8,13 @@ from typing import Any
 import msgspec
 
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.gguf.file import read_gguf
+from toolkit.gguf.folder import is_gguf
 from toolkit.sequence import Adapter
 
 logger = logging.getLogger(__name__)
 
+MAX_DIFFERENCE = 0.01  # of tokens: converters rename control tokens and fill gaps
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _SETTINGS = ("version", "truncation", "padding")  # of tokenizer.json, which do not change tokens
 
@@ -50,13 +53,47 @@ def require_same_vocabulary(drafter: Path, base: Path) -> None:
                 f"{name} differ. Use a drafter of the same family.",
                 param="speculative_config",
             )
-    if not compared:
+    if not compared and (tokens := _token_lists(drafter, base)) is not None:
+        known = [pair for pair in zip(*tokens, strict=False) if pair[0]]
+        differing = sum(own != other for own, other in known)
+        if differing > MAX_DIFFERENCE * len(known):
+            raise ConfigError(
+                f"--speculative-config: the drafter {drafter} has other tokens than {base}: "
+                f"{differing:,} of its {len(known):,} differ. Use a drafter of the same family.",
+                param="speculative_config",
+            )
+    elif not compared:
         logger.warning(
             "the tokens of the drafter (%s: %s) cannot be compared with those of %s",
             drafter,
             ", ".join(own) or "no tokenizer",
             base,
         )
+
+
+def _token_lists(drafter: Path, base: Path) -> tuple[list[str], list[str]] | None:
+    """Return the tokens of both in the order of their ids, if one is a GGUF file. Gaps are empty.
+
+    None if they are not known."""
+    if not (is_gguf(drafter) or is_gguf(base)):
+        return None
+    found = [_tokens(folder) for folder in (drafter, base)]
+    return (found[0], found[1]) if all(found) else None
+
+
+def _tokens(folder: Path) -> list[str]:
+    if is_gguf(folder):
+        return read_gguf(folder).get("tokenizer.ggml.tokens", list) or []
+    file = folder / "tokenizer.json"
+    ids = _vocabulary(file.read_bytes()) if file.is_file() else {}
+    if isinstance(ids, tuple):  # a Unigram model: pieces and scores in order
+        pieces, added = ids
+        listed = enumerate(piece for piece, _ in pieces or ())
+        ids = {token: id for id, token in listed} | added
+    tokens = [""] * (1 + max(ids.values(), default=-1))
+    for token, id in ids.items():
+        tokens[id] = token
+    return tokens
 
 
 def _tokenizer_files(folder: Path, base: Path) -> tuple[list[str], list[str]]:

@@ -48,6 +48,8 @@ def prepare(schema: Any, *, lenient: bool) -> Any:
     """
     schema = json.loads(json.dumps(schema))  # a copy, in which no two parts are one object
     nodes, shared = _schemas(schema)
+    if isinstance(schema, dict):
+        schema.pop("x-guidance", None)
     own = [node for node in nodes if _declares(node) and id(node) not in shared]
     for node in own if not lenient else ():
         if _names(node, "properties").keys() >= _required(node):
@@ -60,6 +62,7 @@ def prepare(schema: Any, *, lenient: bool) -> Any:
                 f"has minProperties {least} with properties that the schema does not name, which "
                 "cannot be enforced: an answer may repeat one"
             )
+    is_evadable = not lenient and any(map(is_open, nodes))
     free = [node for node in own if is_open(node) and "patternProperties" not in node]
     num_patterns = sum(len(_names(node, "patternProperties")) for node in nodes)
     num_patterns += sum(len(_names(node, "properties")) for node in free)
@@ -67,6 +70,9 @@ def prepare(schema: Any, *, lenient: bool) -> Any:
     if num_patterns <= MAX_PATTERNS:
         for node in free:
             _free_order(node, and_declared=len(in_two_orders) <= MAX_IN_TWO_ORDERS)
+    if is_evadable:
+        # Else \u could spell the name of a declared property.
+        schema["x-guidance"] = {"json_allowed_escapes": 'nrbtf\\"'}
     return schema
 
 
@@ -104,11 +110,6 @@ def _free_order(node: dict[str, Any], *, and_declared: bool) -> None:
         node["anyOf"] = [declared, freed]
     else:
         node |= freed
-
-
-def has_open_objects(schema: Any) -> bool:
-    """Return True if an object declares properties and may have others."""
-    return any(map(is_open, _schemas(schema)[0]))
 
 
 def is_open(node: dict[str, Any]) -> bool:

@@ -20,7 +20,6 @@ from toolkit.errors import InvalidParamError
 from toolkit.sampling.json_schema import (
     check_cost,
     check_count,
-    has_open_objects,
     limit_numbers,
     prepare,
 )
@@ -118,20 +117,15 @@ def reason_of(matcher: LLMatcher) -> str:
     return f"it is too complex ({lines[0]})"
 
 
-def prepared(schema: Any, *, lenient: bool, **options: Any) -> Any:
+def prepared(schema: Any, *, lenient: bool) -> Any:
     """Return a JSON schema as the grammar enforces it, with llguidance's options.
 
     Raises ValueError for what it cannot enforce."""
-    schema = prepare(schema, lenient=lenient)
-    if schema is True:
-        schema = {}
+    schema = prepare({} if schema is True else schema, lenient=lenient)
     if not isinstance(schema, dict):
         return schema  # to be refused
-    spacing = options or {"whitespace_pattern": WHITESPACE}
-    given = {**spacing, "lenient": lenient, "coerce_one_of": lenient}
-    if not lenient and has_open_objects(schema):
-        given["json_allowed_escapes"] = 'nrbtf\\"'  # else \\u could spell a declared property
-    return {**schema, "x-guidance": given}
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+    return {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}}
 
 
 def choice_rule(choices: Sequence[str]) -> str:

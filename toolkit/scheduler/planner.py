@@ -198,9 +198,10 @@ class Planner:
         return drafts
 
     def _pays_to_draft(self, rows: RowArray) -> bool:
-        """Return whether a step of these rows' next tokens would verify any of the most drafts."""
-        most, rates = self._rows.most_drafts.take(rows), self._rows.rates.of(rows)
-        return bool(np.count_nonzero(self._costs.useful(most, rates, len(rows))))
+        """Return whether drafts for these rows' next tokens make the next step faster."""
+        return self._costs.pays_to_draft(
+            self._rows.most_drafts.take(rows), self._rows.rates.of(rows)
+        )
 
     def _add_drafts(self, request: Request, num_tokens: int, step: StepBuilder) -> int:
         """Return how many drafts to add. They get blocks that are free, and preempt no request."""

@@ -1,7 +1,7 @@
 """Scheduler: chooses the requests of each step, takes in its tokens, and recovers from failures."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from toolkit.scheduler.request import FinishReason, Request, RequestStatus
 from toolkit.scheduler.results import TokenAppender
 from toolkit.scheduler.rows import NO_TOKEN, Rows
 from toolkit.scheduler.running import RunningRequests
-from toolkit.scheduler.speculation import StepCosts
+from toolkit.scheduler.speculation import UNKNOWN_TIMES, StepCosts, StepTimes
 from toolkit.scheduler.stats import EngineStats, StatsRecorder
 from toolkit.scheduler.step import StepLimits, StepResults
 from toolkit.sequence import Adapter
@@ -46,14 +46,13 @@ class Scheduler:
         max_loras: int = 0,
         most_drafts: int = 0,
         most_step_drafts: int = 0,
-        step_seconds: Sequence[tuple[int, float]] = (),
-        verify_seconds: Sequence[tuple[int, float]] = (),
+        step_times: StepTimes = UNKNOWN_TIMES,
     ) -> None:
         """`chunks_prompts`, `num_stages`: see `StepLimits`.
 
         `max_loras`: adapters that running requests may have.
         `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
-        do. `step_seconds`, `verify_seconds`: see `StepCosts`."""
+        do."""
         self.enable_prefix_caching = enable_prefix_caching
         self.ended_with_adapter: list[Request] = []
         """Requests that had an adapter. The owner empties it."""
@@ -80,7 +79,7 @@ class Scheduler:
         )
         self.planner = Planner(
             self._limits,
-            StepCosts(step_seconds, verify_seconds),
+            StepCosts(step_times),
             queue=self._queue,
             running=self.running,
             suspects=self._suspects,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -46,18 +47,31 @@ class AcceptanceRates:
         return rates
 
 
+Times = Sequence[tuple[int, float]]
+"""(size, seconds), rising."""
+
+
+class StepTimes(msgspec.Struct, frozen=True):
+    """Seconds of steps, measured before the first request."""
+
+    plain: Times = ()
+    """By the number of tokens. Empty: nothing is known, and all drafts are useful."""
+    verifying: Times = ()
+    """By requests, of steps in which all are padded to the most drafts. Empty: none are padded."""
+    drafting: Times = ()
+    """By requests, of the drafter alone. Empty: it takes no time, or `verifying` includes it."""
+
+
+UNKNOWN_TIMES = StepTimes()
+
+
 class StepCosts:
-    """Seconds of a step by its number of tokens, measured before the first request."""
+    """Estimates the seconds of steps."""
 
-    def __init__(
-        self, measured: Sequence[tuple[int, float]], verifying: Sequence[tuple[int, float]] = ()
-    ) -> None:
-        """measured: (tokens, seconds), rising. Empty: nothing is known, and all drafts are useful.
-
-        verifying: (requests, seconds), rising, of steps in which all requests are padded to the
-        most drafts; empty: there is no padding."""
-        self._tokens, self._seconds = _columns(measured)
-        self._requests, self._padded = _columns(verifying)
+    def __init__(self, times: StepTimes) -> None:
+        self._tokens, self._seconds = _columns(times.plain)
+        self._requests, self._padded = _columns(times.verifying)
+        self._drafting = _columns(times.drafting)
 
     def at(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return seconds, linear between the measured steps and after the last two."""
@@ -91,12 +105,27 @@ class StepCosts:
         ).astype(np.int32)
         return useful
 
+    def pays_to_draft(self, most: IntArray, rates: npt.NDArray[np.float64]) -> bool:
+        """Return whether drafts for the next step of these requests [n] make it faster.
+
+        most: [n], drafts; rates: [n], acceptance."""
+        count = len(most)
+        drafts = self.useful(most, rates, count)
+        if not drafts.any():
+            return False
+        if not len(self._drafting[0]):
+            return True
+        drafting = np.interp(count, *self._drafting)
+        before, after = self.at(np.array([count, count + drafts.sum()], np.float64))
+        gained = _expected(drafts, rates).sum()
+        return bool((count + gained) * before > count * (after + drafting))
+
     def _pays(
         self, num_drafts: IntArray, rates: npt.NDArray[np.float64], num_tokens: int
     ) -> np.bool_:
         """Return whether all of the drafts bring more tokens per second than none."""
         num_requests = len(num_drafts)
-        gained = (rates * (1 - rates**num_drafts) / np.maximum(1 - rates, 1e-6)).sum()
+        gained = _expected(num_drafts, rates).sum()
         before, drafted = self.at(np.array([num_tokens, num_tokens + num_drafts.sum()], np.float64))
         if num_tokens <= num_requests:  # no prompts: a graph of so many requests
             drafted = np.interp(num_requests, self._requests, self._padded)
@@ -104,9 +133,12 @@ class StepCosts:
         return pays
 
 
-def _columns(
-    measured: Sequence[tuple[int, float]],
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def _expected(num_drafts: IntArray, rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return how many of the drafts [n] are expected to be right."""
+    return rates * (1 - rates**num_drafts) / np.maximum(1 - rates, 1e-6)
+
+
+def _columns(measured: Times) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return (sizes, seconds). No step takes longer than a larger one: busy cores only delay."""
     sizes = np.array([size for size, _ in measured], np.float64)
     from_largest = [seconds for _, seconds in reversed(measured)]

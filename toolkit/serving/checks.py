@@ -9,8 +9,8 @@ from toolkit import plugins
 from toolkit.api.http.connections.listener import tls
 from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import EngineConfig, ServerConfig
+from toolkit.config.engine import DEMO
 from toolkit.errors import ConfigError
-from toolkit.hub import DEMO
 from toolkit.text.chat_template import load_template
 
 

@@ -16,6 +16,7 @@ from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.speculative.drafter import NO_DRAFT, Drafts
 
+MAX_LAG = 64  # positions
 Rows = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.int32]
 
@@ -85,6 +86,7 @@ class ModelDrafter:
         """`most`: drafts of a row; `limit`: positions that the network can compute."""
         self._network, self._state, self._most, self._limit = network, state, most, limit
         num_rows = len(state.lengths)
+        self._may_lag = not network.feature_size and not network.ahead
         self._reach = np.zeros(num_rows, np.int32)
         """Number of positions of each row that are computed if all of its drafts are right."""
         self._hidden = torch.zeros(
@@ -99,7 +101,10 @@ class ModelDrafter:
         self._reach[new.row] = new.num_computed_tokens
 
     def observe(self, step: SchedulerOutput) -> None:
-        """Compute the positions of the step's tokens that are not computed yet."""
+        """Compute the positions of the step's tokens that are not computed yet.
+
+        While no drafts are wanted, up to MAX_LAG of them wait, if the network reads tokens alone:
+        they take little longer than one."""
         network, state, rows = self._network, self._state, step.rows
         ends = np.where(
             step.samples, state.lengths[rows] - network.ahead, step.num_computed + step.num_tokens
@@ -111,6 +116,8 @@ class ModelDrafter:
         if not len(rows):
             return
         counts = ends - np.minimum(self._reach[rows], ends - 1)
+        if not step.drafts and self._may_lag and counts.max() < MAX_LAG:
+            return
         token_ids, batch = state.batch(rows, counts, ends, network.ahead)
         last = counts.cumsum() - 1
         nth = np.arange(len(token_ids)) - np.repeat(last + 1 - counts, counts)

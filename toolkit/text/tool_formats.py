@@ -12,8 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
-from toolkit.sampling.structured_outputs import prepared
-
 MAX_PARALLEL = 32  # calls in an answer whose grammar is calls
 _ALPHABET = string.ascii_letters + string.digits
 _NAME_CHARACTERS = frozenset(_ALPHABET + "_.-")
@@ -499,17 +497,17 @@ def _objects(tools: Sequence[ToolSpec], arguments: str) -> str:
 
 
 def arguments_schema(tool: ToolSpec) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments, as a grammar enforces it.
-
-    Raises ValueError for what it cannot enforce."""
+    """Return the JSON schema of a tool's arguments, with llguidance's options."""
     schema = tool.function.parameters
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}
-    enforced: dict[str, Any] = prepared(
-        {"type": "object", **schema},
-        lenient=not tool.function.strict,
-        whitespace_flexible=False,
-        item_separator=", ",
-        key_separator=": ",
-    )
-    return enforced
+    lenient = not tool.function.strict
+    options = {
+        **schema.get("x-guidance", {}),
+        "whitespace_flexible": False,
+        "lenient": lenient,
+        "coerce_one_of": lenient,
+        "item_separator": ", ",
+        "key_separator": ": ",
+    }
+    return {"type": "object", **schema, "x-guidance": options}

@@ -6,6 +6,7 @@ import msgspec
 
 from toolkit.plugins import Plugin
 from toolkit.pooling.settings import PoolingInfo
+from toolkit.scheduler.speculation import UNKNOWN_TIMES, StepTimes
 from toolkit.sequence import Adapter
 
 Report = Callable[[str, float], None]  # called with the name and the seconds of a start-up phase
@@ -41,9 +42,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     most_drafts: int = 0  # drafts that a request may have in a step
     most_step_drafts: int = 0  # that all requests may have in a step; 0: any number
     reads_predictions: bool = False  # the drafter guesses from a request's prediction
-    step_seconds: list[tuple[int, float]] = []  # duration of steps by tokens, if there are drafts
-    verify_seconds: list[tuple[int, float]] = []
-    """Duration of steps by requests, if it is the same for any number of drafts."""
+    step_times: StepTimes = UNKNOWN_TIMES  # if there are drafts
 
     @property
     def token_bytes(self) -> float:

@@ -143,7 +143,7 @@ class Worker:
             describe_drafter(self.info, wanted, self.runner, has_model=drafter is not None)
             if device.type == "cpu":
                 warm_up = WarmUp(self.runner, self.info, setup.max_num_seqs)
-                self.info.step_seconds = warm_up.step_seconds(self.world.total)
+                self.info.step_times = warm_up.step_times(self.world.total)
         if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
             with (
@@ -156,7 +156,7 @@ class Worker:
             with phases("warm-up"), setup.explain_lack_for_steps():
                 warm_up = WarmUp(self.runner, self.info, setup.max_num_seqs)
                 warm_up.run()
-                self.info.step_seconds, self.info.verify_seconds = warm_up.graph_seconds()
+                self.info.step_times = warm_up.graph_times()
         self._count_late_compilations(setup)
         return self.info
 

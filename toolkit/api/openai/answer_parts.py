@@ -141,7 +141,7 @@ class AnswerPlan:
         param = "tools" if self.tools or asked is None else asked.param
         try:
             grammar = self.tool_format.answer_grammar(
-                self.tools,
+                [tool.enforced() for tool in self.tools],
                 parallel=self.allows_parallel,
                 answer_rule=answer_rule,
                 opening=self.opening,

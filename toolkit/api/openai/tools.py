@@ -1,7 +1,7 @@
 """Tools of a request, and the calls that a model makes."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from toolkit.api.http.body_fields import Body, Text
 from toolkit.api.openai.response_format import Schema
 from toolkit.errors import InvalidRequestError
+from toolkit.sampling.json_schema import prepare
 from toolkit.text.tool_formats import arguments_object
 
 
@@ -28,6 +29,14 @@ class FunctionTool(Body):
 class Tool(Body):
     type: Literal["function"] = "function"
     function: FunctionTool
+
+    def enforced(self) -> Self:
+        """Return the tool as a grammar enforces it. Raises ValueError if it cannot."""
+        if self.function.parameters is None:
+            return self
+        schema = {"type": "object", **self.function.parameters}
+        given = {"parameters": prepare(schema, lenient=not self.function.strict)}
+        return self.model_copy(update={"function": self.function.model_copy(update=given)})
 
 
 def only_type(supported: str) -> BeforeValidator:

@@ -13,6 +13,7 @@ from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels.table import Kernels
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
+from toolkit.scheduler.speculation import StepTimes
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.gpu.cuda_runner import CudaRunner
@@ -129,38 +130,40 @@ class WarmUp:
             with runner.kernels.choosing_products():
                 runner.rehearse([StepShape(most, policy.most_requests, most, policy.max_model_len)])
 
-    def step_seconds(self, total: Callable[[int], int]) -> list[tuple[int, float]]:
-        """Measure steps of the next tokens of some requests: (requests, seconds), rising.
+    def step_times(self, total: Callable[[int], int]) -> StepTimes:
+        """Measure steps of the next tokens of some requests, and their drafts.
 
         Stops at the first one that takes long: longer steps take as much more for each token.
         `total` returns the sum of all ranks' numbers, since all must stop at the same."""
         fastest: dict[int, float] = {}
+        drafting: dict[int, float] = {}
         for num_requests in self._up_to(STEP_SIZES, self._most_requests):
             seconds = [self._step_time(num_requests) for _ in range(2)]  # may record the step
             fastest[num_requests] = min(seconds)
+            drafting[num_requests] = self._step_time(num_requests, drafts=True)
             if len(fastest) > 2 and total(int(sum(seconds) * 1000)) > LONG_MEASUREMENT:
                 break
         # Later again: other processes may have kept the cores busy for a while.
         for num_requests, seconds_before in fastest.items():
-            fastest[num_requests] = min(seconds_before, self._step_time(num_requests))
-        return list(fastest.items())
+            plain = min(seconds_before, self._step_time(num_requests))
+            both = min(drafting[num_requests], self._step_time(num_requests, drafts=True))
+            fastest[num_requests], drafting[num_requests] = plain, max(0.0, both - plain)
+        return StepTimes(plain=list(fastest.items()), drafting=list(drafting.items()))
 
-    def _step_time(self, num_requests: int) -> float:
+    def _step_time(self, num_requests: int, *, drafts: bool = False) -> float:
         """Return the seconds of one step of the next token of some requests."""
         start = time.perf_counter()
-        self._run_step([1] * num_requests)
+        self._run_step([1] * num_requests, drafts=drafts)
         return time.perf_counter() - start
 
-    def graph_seconds(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Measure graphs, if steps verify drafts: plain steps, steps with drafts.
-
-        Each as (requests, seconds), rising."""
+    def graph_times(self) -> StepTimes:
+        """Measure graphs, if steps verify drafts."""
         runner = self._runner
         if not isinstance(runner, CudaRunner):
-            return [], []
+            return StepTimes()
         policy = runner.policy
         if not policy.captures or not policy.most_step_drafts:
-            return [], []
+            return StepTimes()
         plain = [shape for shape in policy.shapes if shape.max_query_len == 1]
         verifying = [policy.verify_shape(size) for size in policy.verify_sizes]
         sizes = set(policy.verify_sizes)
@@ -169,7 +172,7 @@ class WarmUp:
             chosen = [one for one in shapes if one.num_reqs in sizes and not one.is_adapted]
             chosen.sort(key=lambda shape: shape.num_reqs)
             both.append([(one.num_reqs, runner.seconds(one)) for one in chosen])
-        return both[0], both[1]
+        return StepTimes(plain=both[0], verifying=both[1])
 
     def peak_bytes(self, *, samples: bool) -> int:
         """Return the peak bytes of the largest step, including those outside PyTorch.
@@ -230,11 +233,12 @@ class WarmUp:
         *,
         is_constrained: bool = False,
         is_adapted: bool = False,
+        drafts: bool = True,
     ) -> None:
         """Run a step of requests with these numbers of random tokens, each sampling one.
 
         `context`: tokens before them. `is_constrained`: with a grammar that allows all tokens.
-        `is_adapted`: with the LoRA adapter of the first slot."""
+        `is_adapted`: with the LoRA adapter of the first slot. `drafts`: with drafts after it."""
         num_requests, longest = len(counts), max(counts)
         blocks_each = -(-(context + longest) // self._info.block_size)
         tokens = np.random.default_rng(0).integers(
@@ -246,6 +250,7 @@ class WarmUp:
             num_tokens=np.array(counts, np.int32),
             num_computed=np.full(num_requests, context, np.int32),
             samples=np.ones(num_requests, np.bool_),
+            drafts=drafts,
             new_rows=[
                 NewRow(
                     row=row,
