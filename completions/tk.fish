@@ -100,7 +100,7 @@ complete -c tk -n "__tk_at 'tk serve'" -l no-disable-log-stats -d 'Do not log th
 complete -c tk -n "__tk_at 'tk serve'" -l uvicorn-log-level -x -a 'debug info warning error' -d 'Minimum level of uvicorn\'s log messages'
 complete -c tk -n "__tk_at 'tk serve'" -l disable-uvicorn-access-log -d 'Do not log uvicorn\'s line per HTTP request, at any level'
 complete -c tk -n "__tk_at 'tk serve'" -l no-disable-uvicorn-access-log -d 'Do not log uvicorn\'s line per HTTP request, at any level'
-complete -c tk -n "__tk_at 'tk serve'" -l otlp-traces-endpoint -x -d 'URL for OpenTelemetry traces over HTTP, such as http://127.0.0.1:4318/v1/traces (needs pip install \'tk-llm[otlp]\')'
+complete -c tk -n "__tk_at 'tk serve'" -l otlp-traces-endpoint -x -d 'URL for OpenTelemetry traces over HTTP, such as http://127.0.0.1:4318/v1/traces (needs pip install \'.[otlp]\' in tk\'s checkout)'
 complete -c tk -n "__tk_at 'tk serve'" -l middleware -x -d 'ASGI middleware: a class, or an async function (request, call_next)'
 complete -c tk -n "__tk_at 'tk serve'" -l tool-parser-plugin -r -F -d 'Python file with a dict TOOL_PARSERS of more formats for --tool-call-parser'
 complete -c tk -n "__tk_at 'tk serve'" -l reasoning-parser-plugin -r -F -d 'Python file with a dict REASONING_PARSERS of more formats for --reasoning-parser'

@@ -18,7 +18,8 @@ from toolkit.logs import escape_controls, flush_stderr, save_traceback, shows_tr
 
 EXIT_CODES = {
     0: "Success.",
-    1: "Internal error. The message says where its traceback is.",
+    1: "Failure: a failed check, a model that does not fit, an incomplete answer; or "
+    "an internal error, whose message says where its traceback is.",
     2: "Usage error: a flag, setting, model or server that cannot be used. The message says which.",
     130: "Ctrl-C.",
 }  # exit codes of every command

@@ -47,7 +47,8 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "Type of weights and activations. auto: on a GPU the checkpoint's 16-bit type, else "
-        "bfloat16; on a CPU bfloat16 if the checkpoint has that type, else float32.",
+        "bfloat16; on a CPU bfloat16 if the checkpoint has that type, as quantized GGUF files do, "
+        "else float32.",
         common=True,
     )
     max_model_len: int | None = option(
@@ -234,7 +235,7 @@ class ParallelConfig:
     distributed_executor_backend: Literal["mp", "ray"] = option(
         "mp",
         "How worker processes are started. mp: by this process, on this machine. ray: on the "
-        "machines of a Ray cluster (pip install 'tk-llm[ray]').",
+        "machines of a Ray cluster (pip install '.[ray]' in tk's checkout).",
     )
     worker_timeout: float = option(
         300.0,

@@ -174,7 +174,7 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = option(
         None,
         "URL for OpenTelemetry traces over HTTP, such as http://127.0.0.1:4318/v1/traces (needs "
-        "pip install 'tk-llm[otlp]').",
+        "pip install '.[otlp]' in tk's checkout).",
     )
     middleware: tuple[str, ...] = option(
         (),

@@ -1,5 +1,6 @@
 """The summary that is printed when the server is ready."""
 
+import os
 import shlex
 import socket
 import sys
@@ -76,8 +77,9 @@ def _url(listener: socket.socket, config: ServerConfig) -> str:
 
 
 def _curl(served: ServedModel, url: str, config: ServerConfig) -> str:
-    """Return a command in one line, to be pasted."""
-    key = " -H 'Authorization: Bearer '\"$TK_API_KEY\"" if config.api_key else ""
+    """Return a command in one line, to be pasted. KEY stands for a key that no variable has."""
+    name = '"$TK_API_KEY"' if os.environ.get("TK_API_KEY") else "KEY"
+    key = f" -H 'Authorization: Bearer '{name}" if config.api_key else ""
     task = (
         None if served.info.generates or served.info.pooling is None else served.info.pooling.task
     )

@@ -120,7 +120,7 @@ def _import() -> ModuleType:
     except ImportError:
         raise _config_error(
             "--distributed-executor-backend ray needs Ray on every machine: "
-            "pip install 'tk-llm[ray]'."
+            "pip install '.[ray]' in tk's checkout."
         ) from None
     return ray
 

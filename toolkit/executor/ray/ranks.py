@@ -135,7 +135,7 @@ class Actors(Ranks):
         except ray.exceptions.RayError as error:
             raise ConfigError(
                 f"Ray could not start a rank ({_cause(error)}). Every machine needs the same "
-                "Python and the same tk: pip install 'tk-llm[ray]'.",
+                "Python and the same tk: pip install '.[ray]' in tk's checkout.",
                 param="distributed_executor_backend",
             ) from None
         return list(zip(actors, places, strict=True))

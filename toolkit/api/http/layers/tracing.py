@@ -26,7 +26,8 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise ConfigError(
-                "--otlp-traces-endpoint needs OpenTelemetry: pip install 'tk-llm[otlp]'.",
+                "--otlp-traces-endpoint needs OpenTelemetry: pip install '.[otlp]' in tk's "
+                "checkout.",
                 param="otlp_traces_endpoint",
             ) from None
         self._model = model
