@@ -32,22 +32,22 @@ _tk_table() {
             esac
             ;;
         "tk chat")
-            flags="--model --prompt --url --base-url --api-key --system -c --resume --continue --no-resume --temperature --max-tokens --top-p --seed --tools --context-policy --schema --json --no-json --stream --no-stream --reasoning --config --help-all -h --help"
+            flags="--model --prompt --url --base-url --api-key --system -c --resume --continue --no-resume --temperature --max-tokens --top-p --top-k --min-p --repetition-penalty --seed --tools --context-policy --schema --json --no-json --stream --no-stream --reasoning --config --help-all -h --help"
             places=("@MODEL" "@ANY")
             case "$1" in
                 --model) kind="@MODEL" ;;
-                --prompt|--url|--base-url|--api-key|--system|--temperature|--max-tokens|--top-p|--seed) kind="@ANY" ;;
+                --prompt|--url|--base-url|--api-key|--system|--temperature|--max-tokens|--top-p|--top-k|--min-p|--repetition-penalty|--seed) kind="@ANY" ;;
                 --tools|--schema|--config) kind="@FILE" ;;
                 --context-policy) kind="trim stop" ;;
                 --reasoning) kind="short full hidden" ;;
             esac
             ;;
         "tk run")
-            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --prompt --system --max-tokens --temperature --top-p --raw --no-raw --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --prompt --system --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --raw --no-raw --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL" "@ANY")
             case "$1" in
                 --model|--tokenizer) kind="@MODEL" ;;
-                --revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--prompt|--system|--max-tokens|--temperature|--top-p|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
+                --revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--prompt|--system|--max-tokens|--temperature|--top-p|--top-k|--min-p|--repetition-penalty|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
                 --chat-template|--config) kind="@FILE" ;;
                 --dtype) kind="auto float32 bfloat16 float16" ;;
                 --model-impl) kind="auto toolkit transformers" ;;

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests import checkpoints
+from toolkit.cli.commands.run import find_cycle
 
 
 def test_run_prints_only_the_answer_to_stdout(checkpoint):
@@ -47,6 +48,26 @@ def test_run_works_where_the_locale_has_only_ascii(checkpoint, tk_here):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode() == re.sub(r"[^\x00-\x7f]", "?", expected)
+
+
+@pytest.mark.parametrize("limit", [None, 60])
+def test_run_stops_an_answer_that_repeats_itself(checkpoint, tk_here, monkeypatch, limit):
+    """The greedy answer of a random model is a cycle soon. --max-tokens is the user's own limit."""
+    monkeypatch.setattr("toolkit.cli.commands.run.CYCLE_TOKENS", 30)
+    more = [] if limit is None else ["--max-tokens", str(limit)]
+    done = tk_here("run", str(checkpoint("qwen2")), "a", "--raw", *more)
+    assert done.returncode == 0, done.stderr
+    assert ("again and again" in done.stderr) == (limit is None)
+
+
+def test_cycles_are_found_only_at_the_end():
+    noise = list(range(1000, 1200))
+    for period in (1, 7, 66):
+        cycle = (list(range(period)) * 200)[:200]
+        assert find_cycle(noise + cycle) == period
+        assert find_cycle([*noise, *cycle, 5000]) == 0
+        assert find_cycle(cycle[:-1]) == 0
+    assert find_cycle((list(range(67)) * 3)[:200]) == 0  # less than three times
 
 
 def test_run_adds_piped_text_to_the_prompt(checkpoint, tk_here):

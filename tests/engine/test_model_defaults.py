@@ -7,8 +7,13 @@ import json
 import pytest
 
 from tests import checkpoints
+from tests.models.gguf_models import write_model
 from toolkit import LLM, SamplingParams
+from toolkit.engine.front.input_processor import load_default_sampling
 from toolkit.errors import CheckpointError
+from toolkit.inventory.card import sampling
+from toolkit.inventory.checkpoint import read_folder
+from toolkit.sampling.params import describe_sampling
 
 
 @pytest.fixture
@@ -47,6 +52,32 @@ def test_do_sample_false_is_greedy(folder):
     assert LLM(str(folder), device="cpu").get_default_sampling_params() == SamplingParams(
         temperature=0.0
     )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected", "text"),
+    [
+        (
+            {},
+            {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+            "temperature 0.8, top-p 0.95, top-k 40, min-p 0.05",
+        ),
+        (
+            {"general.sampling.temp": 0.5, "general.sampling.penalty_repeat": 1.5},
+            {"temperature": 0.5, "repetition_penalty": 1.5},
+            "temperature 0.5, repetition penalty 1.5",
+        ),
+    ],
+)
+def test_gguf_files_have_their_own_defaults_or_those_of_llama_cpp(
+    tmp_path, metadata, expected, text
+):
+    model = checkpoints.make_reference("llama3-gqa")
+    path = write_model(tmp_path / "model.gguf", model, "llama", **metadata)
+    found = load_default_sampling(path)
+    assert found == pytest.approx(expected)
+    assert describe_sampling(found) == text
+    assert sampling(read_folder(path, "model")) == text
 
 
 def test_every_end_token_of_a_list_ends_an_answer(folder):

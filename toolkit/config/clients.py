@@ -137,6 +137,23 @@ class ChatConfig:
         minimum=0.0,
         maximum=1.0,
     )
+    top_k: int | None = option(
+        None, "Sample from so many likeliest tokens; 0: all. Default: the server's.", minimum=0
+    )
+    min_p: float | None = option(
+        None,
+        "Sample from tokens with at least this share of the likeliest one's probability. Default: "
+        "the server's.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "Divide the scores of tokens that the text has already; 1: no penalty. Default: the "
+        "server's.",
+        minimum=0.001,
+        maximum=1000.0,
+    )
     seed: int | None = option(None, "Random seed, for reproducible answers.", minimum=0)
     tools: str | None = option(
         None, "Tools that the model may call: a JSON list in the API's format.", metavar="FILE"

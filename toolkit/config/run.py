@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from toolkit.config.fields import check_all, option
 
+DEFAULT_MAX_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -19,7 +21,11 @@ class RunConfig:
     )
     system: str | None = option(None, "System message before the prompt.", common=True)
     max_tokens: int | None = option(
-        None, "Maximum output in tokens. Default: the rest of the context.", minimum=1, common=True
+        None,
+        f"Maximum output in tokens. Default: {DEFAULT_MAX_TOKENS:,}, or the rest of the context if "
+        "that is less.",
+        minimum=1,
+        common=True,
     )
     temperature: float = option(
         0.0, "Sampling temperature; 0 is greedy decoding.", minimum=0.0, maximum=2.0, common=True
@@ -29,6 +35,19 @@ class RunConfig:
         "Sample from the likeliest tokens with this total probability.",
         minimum=0.0,
         maximum=1.0,
+    )
+    top_k: int = option(0, "Sample from so many likeliest tokens; 0: all.", minimum=0)
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with at least this share of the likeliest one's probability.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Divide the scores of tokens that the text has already; 1: no penalty.",
+        minimum=0.001,
+        maximum=1000.0,
     )
     raw: bool = option(False, "Continue the prompt without the chat template.")
 

@@ -94,6 +94,8 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+_LLAMA_CPP = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""Defaults of llama.cpp for files that name none. Small models are incoherent without."""
 _NAMES = {
     "bos": "bos_token",
     "eos": "eos_token",
@@ -169,6 +171,7 @@ def generation_config(model: GGUF) -> dict[str, Any]:
         value = model.get(f"general.sampling.{key}", (int, float))
         if value is not None:
             found[name] = value
+    found = found or dict(_LLAMA_CPP)
     if has_tokenizer(model):
         tokens, types = _tokens(model)
         ends = {_token_id(model, key, tokens) for key in ("eos", "eot", "eom")} - {None}

@@ -50,6 +50,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "chat_template": None
         if template is None
         else {"characters": len(template), "tools": "tools" in template},
+        "sampling": sampling(checkpoint),
         "license": license_of(checkpoint),
         "size": checkpoint.size,
         "files": checkpoint.files,
@@ -113,6 +114,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
             if template is None
             else f"{len(template):,} characters, {_tool_support(template)}",
         ),
+        ("sampling", sampling(checkpoint)),
         ("license", license_of(checkpoint) or "not in its files"),
         ("files", _files(checkpoint)),
         (
@@ -121,6 +123,17 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ),
     ]
     return facts if problem else [*facts, ("runs here", _fit(checkpoint))]
+
+
+def sampling(checkpoint: Checkpoint) -> str:
+    """Describe the defaults of requests: generation_config.json's, or a GGUF file's."""
+    from toolkit.sampling.params import default_sampling, describe_sampling
+
+    try:
+        found = default_sampling(json.loads(checkpoint.read("generation_config.json") or "{}"))
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"generation_config.json cannot be used: {error}"
+    return describe_sampling(found)
 
 
 def _quantization(checkpoint: Checkpoint) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Sampling parameters of a request. Names, defaults and meanings are vLLM's."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -272,3 +272,27 @@ class PoolingParams(msgspec.Struct, array_like=True):
 
     second_text: int = 0
     """Position of the second text's first token, if two are compared. 0: one text."""
+
+
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def default_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's defaults, as fields of SamplingParams.
+
+    `do_sample: false` means greedy decoding. Raises ValueError or TypeError for wrong values."""
+    given = generation_config
+    found = {name: given[name] for name in _MODEL_DEFAULTS if given.get(name) is not None}
+    if given.get("do_sample") is False:
+        found["temperature"] = 0.0
+    SamplingParams(**found)
+    return found
+
+
+def describe_sampling(defaults: Mapping[str, Any]) -> str:
+    """Describe a model's defaults in a phrase, such as `temperature 0.8, top-k 40`."""
+    named = {"temperature": 1.0, **defaults}
+    shown = [
+        f"{name.replace('_', '-')} {named[name]:g}" for name in _MODEL_DEFAULTS if name in named
+    ]
+    return ", ".join(shown).replace("repetition-penalty", "repetition penalty")

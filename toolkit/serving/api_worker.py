@@ -114,7 +114,8 @@ class APIWorker:
         gc.freeze()  # see SingleProcess.start
         self._start_taking()
         has_template = tokenizer is not None and tokenizer.has_chat_template
-        self._channel.send(Serving(tokenizer is not None, has_template))
+        sampling = self._engine.default_sampling
+        self._channel.send(Serving(tokenizer is not None, has_template, sampling))
 
     async def _handle_messages(self) -> None:
         while True:

@@ -101,6 +101,7 @@ class Serving(msgspec.Struct, tag="serving"):
 
     has_tokenizer: bool
     has_chat_template: bool
+    sampling: dict[str, float]
 
 
 class WorkerMetrics(msgspec.Struct, tag="metrics"):

@@ -29,6 +29,7 @@ class ServedModel:
     infos: list[WorkerInfo]  # one per engine core
     has_tokenizer: bool
     has_chat_template: bool
+    sampling: dict[str, float]  # the model's defaults
 
     @property
     def info(self) -> WorkerInfo:
@@ -127,6 +128,7 @@ class SingleProcess:
             [replica.info for replica in self._engine.replicas if replica.info is not None],
             tokenizer is not None,
             tokenizer is not None and tokenizer.has_chat_template,
+            self._engine.default_sampling,
         )
 
     async def drain(self) -> None:

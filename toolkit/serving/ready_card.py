@@ -6,6 +6,7 @@ import socket
 import sys
 
 from toolkit.config import ServerConfig
+from toolkit.sampling.params import describe_sampling
 from toolkit.serving.front import ServedModel
 from toolkit.units import count
 from toolkit.version import __version__
@@ -41,6 +42,8 @@ def print_ready_card(
             f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full "
             f"{info.max_model_len:,}",
         )
+    if info.generates:
+        table.add_row("sampling", f"{describe_sampling(served.sampling)} (by default)")
     if info.pooling is not None:
         table.add_row(
             "tasks", f"{', '.join(info.tasks)}: texts of up to {info.max_model_len:,} tokens"

@@ -284,7 +284,12 @@ class Supervisor:
                 worker.is_serving = True
                 if not self._served.done() and all(w.is_serving for w in self._workers):
                     self._served.set_result(
-                        ServedModel(self._infos, message.has_tokenizer, message.has_chat_template)
+                        ServedModel(
+                            self._infos,
+                            message.has_tokenizer,
+                            message.has_chat_template,
+                            message.sampling,
+                        )
                     )
             elif isinstance(message, Failed):
                 self._fail(

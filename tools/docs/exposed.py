@@ -67,7 +67,7 @@ def metrics() -> list[Metric]:
     HTTPMetrics(exposed.registry)
     required = [field for field in msgspec.structs.fields(WorkerInfo) if field.required]
     info = WorkerInfo(**{field.name: field.type() for field in required})
-    served = ServedModel([info], has_tokenizer=True, has_chat_template=True)
+    served = ServedModel([info], has_tokenizer=True, has_chat_template=True, sampling={})
     set_info_metrics(SimpleNamespace(metrics=exposed), EngineConfig(), served)
     found = [
         _metric(family, collector)

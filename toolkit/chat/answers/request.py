@@ -9,7 +9,10 @@ from toolkit.chat.answers.answer_view import Message
 from toolkit.config.clients import ChatConfig
 from toolkit.errors import ConfigError
 
-SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("max_tokens", "seed"),
+)
 
 
 def request_body(config: ChatConfig, model: str, messages: list[Message]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`tk run`."""
 
 import sys
+from collections.abc import Sequence
 
 from toolkit.cli.command import command
 from toolkit.cli.root import app
@@ -13,6 +14,7 @@ from toolkit.config import (
     RunConfig,
     SchedulerConfig,
 )
+from toolkit.config.run import DEFAULT_MAX_TOKENS
 from toolkit.console import as_text, read_piped
 from toolkit.errors import InvalidRequestError
 from toolkit.logs import escape_controls
@@ -52,17 +54,32 @@ def run(
         if config.system is not None:
             system = [{"role": "system", "content": as_text(config.system)}]
         tokens = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
+    room = llm.info.max_model_len - len(tokens)
     params = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
-        max_tokens=config.max_tokens,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        max_tokens=config.max_tokens or min(DEFAULT_MAX_TOKENS, max(1, room)),
         seed=model.seed,
     )
     is_terminal = sys.stdout.isatty()
+    answer: list[int] = []
+    period = 0
     try:
         for delta in llm.stream(tokens, params):
             print(escape_controls(delta.text) if is_terminal else delta.text, end="", flush=True)
+            answer += delta.token_ids
+            if config.max_tokens is None and (period := find_cycle(answer)):
+                break
         print()
+        if period:
+            print(
+                f"tk: stopped, since the answer repeats its last {period} tokens again and again. "
+                "--repetition-penalty 1.1 may help; --max-tokens sets a limit instead.",
+                file=sys.stderr,
+            )
     except BrokenPipeError:
         sys.stderr.close()  # suppress the error of the flush at exit
 
@@ -77,3 +94,18 @@ def _read_prompt(given: str | None, model: str | None) -> str:
             f'There is no prompt: tk run MODEL "prompt", or pipe it in.{hint}'
         )
     return prompt
+
+
+CYCLE_TOKENS = 200
+LEAST_REPEATS = 3
+
+
+def find_cycle(tokens: Sequence[int]) -> int:
+    """Return the length of a cycle that the last tokens repeat LEAST_REPEATS times; 0: none."""
+    last = tokens[-CYCLE_TOKENS:]
+    if len(last) < CYCLE_TOKENS:
+        return 0
+    for period in range(1, CYCLE_TOKENS // LEAST_REPEATS + 1):
+        if last[period:] == last[:-period]:
+            return period
+    return 0

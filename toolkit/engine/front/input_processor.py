@@ -13,7 +13,7 @@ from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, ContextLengthError, InvalidRequestError
 from toolkit.gguf.folder import read_file
 from toolkit.sampling.logits_processors import check_arguments
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import SamplingParams, default_sampling
 from toolkit.sequence import Adapter, SequenceSpec
 from toolkit.text.tokenizer import Tokenizer, eos_token_ids
 from toolkit.worker import WorkerInfo
@@ -252,17 +252,9 @@ def load_default_sampling(folder: Path) -> dict[str, Any]:
     `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range."""
     path = folder / "generation_config.json"
     try:
-        content = json.loads(read_file(folder, path.name) or "{}")
-        found = {name: content[name] for name in _MODEL_DEFAULTS if content.get(name) is not None}
-        if content.get("do_sample") is False:
-            found["temperature"] = 0.0
-        SamplingParams(**found)
+        return default_sampling(json.loads(read_file(folder, path.name) or "{}"))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None
-    return found
-
-
-_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def plain_prompt(prompt: Prompt) -> str | list[int]:
