@@ -69,6 +69,7 @@ complete -c tk -n "__tk_at 'tk serve'" -l ssl-keyfile -r -F -d 'Private key for 
 complete -c tk -n "__tk_at 'tk serve'" -l ssl-certfile -r -F -d 'Certificate for TLS, with its intermediate certificates (PEM)'
 complete -c tk -n "__tk_at 'tk serve'" -l ssl-ca-certs -r -F -d 'CA certificates (PEM)'
 complete -c tk -n "__tk_at 'tk serve'" -l allowed-origins -x -d 'Origin whose pages may use the server from a browser (CORS)'
+complete -c tk -n "__tk_at 'tk serve'" -l allowed-hosts -x -d 'Name in the Host header that a server on this machine without keys answers, besides those of this machine'
 complete -c tk -n "__tk_at 'tk serve'" -l allowed-methods -x -d 'HTTP methods allowed for those origins'
 complete -c tk -n "__tk_at 'tk serve'" -l allowed-headers -x -d 'Headers allowed for those origins'
 complete -c tk -n "__tk_at 'tk serve'" -l allow-credentials -d 'Allow cookies and client certificates from those origins'

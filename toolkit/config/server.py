@@ -67,6 +67,11 @@ class ServerConfig:
         (),
         "Origin whose pages may use the server from a browser (CORS); * for all. May be repeated.",
     )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Name in the Host header that a server on this machine without keys answers, besides those "
+        "of this machine; * for all. A reverse proxy needs it. May be repeated.",
+    )
     allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods allowed for those origins.")
     allowed_headers: tuple[str, ...] = option(("*",), "Headers allowed for those origins.")
     allow_credentials: bool = option(
@@ -203,6 +208,12 @@ class ServerConfig:
                 "--otlp-traces-endpoint must be a URL such as http://127.0.0.1:4318/v1/traces, not "
                 f"{endpoint!r}.",
                 param="otlp_traces_endpoint",
+            )
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "--allow-credentials would let every site use this server with the visitor's "
+                "cookies. Name the sites with --allowed-origins instead of *.",
+                param="allow_credentials",
             )
         for proxy in self.forwarded_allow_ips:
             if not _is_network(proxy):

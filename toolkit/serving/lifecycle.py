@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from toolkit.api.http.connections.listener import listen, raise_file_limit
@@ -37,6 +38,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
     with listen(config) as listener:
         raise_file_limit()
         warn_of_open_adapters(engine, config, listener)
+        warn_of_visible_keys(sys.argv)
         front = _make_front_end(engine, config, names)
         signals = _Signals()
         try:
@@ -70,6 +72,15 @@ def warn_of_open_adapters(
             "--allow-runtime-lora without --admin-key: every %s can load and unload adapters. Set "
             "--admin-key or TK_ADMIN_KEY.",
             "API key" if config.api_key else "client",
+        )
+
+
+def warn_of_visible_keys(arguments: Sequence[str]) -> None:
+    """Warn of keys on the command line."""
+    if any(one.partition("=")[0] in ("--api-key", "--admin-key") for one in arguments):
+        logger.warning(
+            "ps shows a key on the command line to every user of this machine; TK_API_KEY, "
+            "TK_ADMIN_KEY and --api-key-file do not"
         )
 
 

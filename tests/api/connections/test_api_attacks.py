@@ -23,8 +23,8 @@ MAX_SILENCE = 2.0  # seconds; one is the aim, but other tests share the cores
 PATH = "/v1/completions"
 KEY = {"Authorization": "Bearer k"}
 STREAM = {"prompt": [1], "max_tokens": 8000, "ignore_eos": True, "stream": True}
-GET = "GET {} HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = f"POST {PATH} HTTP/1.1\r\nHost: x\r\n"
+GET = "GET {} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,9 @@ from toolkit.config import ServerConfig
 from toolkit.metrics import Metrics
 
 WAIT = 20.0
-LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
-METRICS = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+METRICS = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 

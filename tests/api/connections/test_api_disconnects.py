@@ -38,7 +38,7 @@ def send(server: Server, path: str, body: dict[str, object], **options: object) 
     connection.connect((address.hostname, address.port))
     content = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
     connection.sendall(head.encode() + content)
@@ -118,7 +118,7 @@ async def test_an_unfinished_body_delays_no_other_client(either: Server) -> None
     address = urlsplit(either.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 99\r\n\r\n{"
     )
     await writer.drain()

@@ -339,7 +339,7 @@ def raw(server: Server, sent: bytes) -> bytes:
 
 
 CHUNKED = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
 
@@ -353,14 +353,14 @@ def is_complete(answer: bytes) -> bool:
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Filler: " + b"a" * 70_000, b"431"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Filler: " + b"a" * 70_000, b"431"),
         (b"GET /" + b"a" * 70_000, b"431"),
         (b"GET /health HTTP/1.1\r\n" + b"X-H: y\r\n" * 9000, b"431"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"400"),
         (b"NONSENSE\r\n\r\n", b"400"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"400"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 20 + b"\r\n\r\n",
-         b"4"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+         b"Content-Length: " + b"9" * 20 + b"\r\n\r\n", b"4"),
         (CHUNKED + b"zz\r\n{}\r\n", b"400"),
         (CHUNKED + b"2\r\n{}\r\n-1\r\n", b"400"),
     ],
@@ -392,7 +392,7 @@ def post_bytes(body: dict, length: int | None = None) -> bytes:
     content = json.dumps(body, ensure_ascii=False).encode()
     length = len(content) if length is None else length
     return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (length, content)
     )
 
@@ -439,7 +439,9 @@ def test_a_head_behind_a_large_body_is_not_too_large(
     with socket.create_connection((url.hostname, url.port), timeout=WAIT) as connection:
         connection.sendall(large + small[:20])
         time.sleep(0.2)
-        connection.sendall(small[20:].replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        connection.sendall(
+            small[20:].replace(b"Host: localhost", b"Host: localhost\r\nConnection: close")
+        )
         answers = connection.makefile("rb").read().split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers] == [b"413", b"200"]
 

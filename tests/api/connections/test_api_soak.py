@@ -26,7 +26,7 @@ from toolkit.errors import InvalidRequestError
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 COUNT = 100
-ARRIVALS = 0.8  # seconds in which they arrive: faster than they can run
+ARRIVALS = 0.2  # seconds in which all tasks arrive: their requests overlap on any machine
 MEMORY = 2**20  # bytes that the core may grow by, in COUNT requests after the warm-up
 POOL = {"num_gpu_blocks_override": 24, "block_size": 4, "max_num_seqs": 8, "max_model_len": 64}
 """96 tokens for eight requests of up to 64 each."""

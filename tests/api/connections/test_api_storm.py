@@ -49,7 +49,7 @@ def address(server: Server) -> tuple[str, int]:
 
 def request(body: object, *, length: int | None = None) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {length or len(content)}\r\n\r\n".encode() + content
 
 
@@ -258,7 +258,7 @@ def test_arbitrary_bytes_cause_no_server_error(stormed: Server) -> None:
 
 def test_requests_in_one_packet_are_all_answered(stormed: Server) -> None:
     with socket.create_connection(address(stormed), timeout=WAIT) as connection:
-        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 20)
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
         received = b""
         while received.count(b"HTTP/1.1 200") < 20:
             received += connection.recv(65536)

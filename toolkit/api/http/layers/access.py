@@ -12,7 +12,14 @@ from toolkit.api.http.layers.limits import (
     IncomingBody,
     check_length,
 )
-from toolkit.api.http.layers.security import Keys, Role, check_admin, missing_key
+from toolkit.api.http.layers.security import (
+    Keys,
+    Role,
+    Sites,
+    check_admin,
+    check_headers,
+    missing_key,
+)
 from toolkit.api.http.routes import Access
 from toolkit.api.http.service import Service
 from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitError
@@ -26,6 +33,7 @@ class AccessControl:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         config = service.config
         self.app = app
+        self._sites = Sites(config)
         self._keys = Keys(config.api_key, config.admin_key)
         self._admission = Admission(config, service.engine)
         self._memory = BodyMemory()
@@ -58,6 +66,8 @@ class AccessControl:
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> AbstractContextManager[None]:
         """Return a context for the time of the request. Raises ToolkitError if it is refused."""
+        check_headers(scope["headers"])
+        self._sites.check(scope["method"], headers)
         needed = scope["state"]["access"]
         role, key = self._keys.find(headers)
         if role is Role.NONE and needed is not Access.OPEN:

@@ -1,10 +1,14 @@
 """API keys, the admin key, and the security headers of every response."""
 
 import hmac
-from collections.abc import Iterable, Mapping
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
+from urllib.parse import urlsplit
 
-from toolkit.errors import ToolkitError
+from toolkit.config import ServerConfig
+from toolkit.errors import InvalidRequestError, ToolkitError
 
 SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -79,3 +83,70 @@ def missing_key(kind: str = "API key") -> UnauthorizedError:
 def _given_key(headers: Mapping[bytes, bytes]) -> bytes:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+
+
+ONCE = (b"host", b"authorization", b"x-api-key", b"content-type")
+"""Headers that servers and proxies would read differently if they came twice."""
+
+
+def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raise InvalidRequestError for headers that are ambiguous."""
+    counts = Counter(name for name, _ in headers)
+    twice = next((name for name in ONCE if counts[name] > 1), None)
+    if twice is not None:
+        raise InvalidRequestError(f"The request has {counts[twice]} {twice.decode()} headers.")
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and codings != [b"chunked"]:
+        raise InvalidRequestError("Transfer-Encoding may only be chunked.")
+
+
+class Sites:
+    """Refuses what pages of other sites make a browser send to a server without keys.
+
+    A site can give its own name the address 127.0.0.1 (DNS rebinding), and reads the answers then.
+    And any page can send a POST whose answer it cannot read."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        is_local = config.uds is None and _is_loopback(config.host)
+        self._has_keys = bool(config.api_key)
+        self._hosts = {host.lower() for host in config.allowed_hosts}
+        self._checks_hosts = is_local and not self._has_keys and "*" not in self._hosts
+        self._origins = set(config.allowed_origins)
+
+    def check(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+        """Raise ForbiddenError for a request of another site."""
+        if self._has_keys:
+            return
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        name = _name_of(f"//{host}")
+        if self._checks_hosts and name not in self._hosts and not _is_loopback(name):
+            raise ForbiddenError(
+                "This server has no API key, so it answers only requests for this machine, not for "
+                f"{host[:64]!r}. --allowed-hosts adds a name, such as that of a reverse proxy.",
+                code="host_not_allowed",
+            )
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        if not origin or method in ("GET", "HEAD", "OPTIONS"):
+            return
+        if origin.partition("://")[2] != host and not self._origins & {origin, "*"}:
+            raise ForbiddenError(
+                "This server has no API key, so it takes no requests from pages of "
+                f"{origin[:64]!r}. --allowed-origins allows a site.",
+                code="origin_not_allowed",
+            )
+
+
+def _name_of(url: str) -> str:
+    """Return the host of a URL without its port; `?` if it has none that can be read."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return "?"
+
+
+def _is_loopback(host: str) -> bool:
+    """Return True for localhost and addresses of this machine alone; for no name, too."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host in ("", "localhost") or host.endswith(".localhost")
