@@ -14,7 +14,7 @@ from toolkit.config import ServerConfig
 from toolkit.errors import ConfigError
 from toolkit.serving.lifecycle import warn_of_visible_keys
 
-ORIGIN = "http://app.example"
+ORIGIN = "http://App.example"
 
 
 @pytest.fixture(scope="module")

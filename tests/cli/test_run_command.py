@@ -78,6 +78,15 @@ def test_run_adds_piped_text_to_the_prompt(checkpoint, tk_here):
     assert alone.stdout == both.stdout != "\n"
 
 
+def test_unknown_variables_are_warned_of_with_a_suggestion(tk_here, monkeypatch, caplog):
+    monkeypatch.setenv("TK_MAX_TOKEN", "5")
+    monkeypatch.setenv("TK_MAX_TOKENS", "5")
+    assert tk_here("run", "who are you?").returncode == 0
+    found = [one.getMessage() for one in caplog.records if "no setting reads" in one.getMessage()]
+    assert len(found) == 1
+    assert "TK_MAX_TOKEN. Did you mean TK_MAX_TOKENS" in found[0]
+
+
 def test_run_without_a_model_uses_the_demo_model(tk_here):
     done = tk_here("run", "who are you?")
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Typer commands made from the table of settings."""
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -9,8 +10,10 @@ import typer
 
 from toolkit.cli.help import ALL, Command, CommandGroup, known_settings, path_of, show_all
 from toolkit.config.fields import Option, build, options
-from toolkit.config.sources import SourcedValue, resolve
+from toolkit.config.sources import SourcedValue, resolve, unknown_variables
 from toolkit.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def command(app: typer.Typer, name: str, *configs: type) -> Callable[[Callable[..., None]], None]:
@@ -60,7 +63,11 @@ def _runner(function: Callable[..., None], configs: Sequence[type]) -> Callable[
     rows = [row for config in configs for row in options(config)]
 
     def run(ctx: typer.Context, **flags: Any) -> None:
-        settings = given_settings(rows, flags, path_of(ctx), ctx.find_root().command)
+        root = ctx.find_root().command
+        known = {name for names in known_settings(root).values() for name in names}
+        for variable, hint in unknown_variables(known, os.environ).items():
+            logger.warning("no setting reads the environment variable %s.%s", variable, hint)
+        settings = given_settings(rows, flags, path_of(ctx), root)
         built: list[Any] = []
         for config in configs:
             names = {row.name for row in options(config)}

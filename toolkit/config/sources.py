@@ -7,7 +7,7 @@ settings of all commands, so that a misspelled key is an error everywhere."""
 
 import os
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from toolkit.config.fields import Option
 from toolkit.errors import ConfigError, did_you_mean
+from toolkit.logs import DEBUG
 
 FILE_VARIABLE = "TK_CONFIG"
 
@@ -58,6 +59,15 @@ def resolve(
         elif row.name in from_file:
             settings[row.name] = from_file[row.name]
     return settings
+
+
+def unknown_variables(names: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the TK_* variables that no setting reads, likely misspelled, with a suggestion each.
+
+    `names`: of all settings."""
+    known = {FILE_VARIABLE, DEBUG, *(f"TK_{name.upper()}" for name in names)}
+    unknown = sorted(name for name in environment if name.startswith("TK_") and name not in known)
+    return {name: did_you_mean(name, known) for name in unknown}
 
 
 def settings_file(named: str | None, environment: Mapping[str, str]) -> Path | None:

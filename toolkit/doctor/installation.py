@@ -9,12 +9,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from toolkit.config.sources import FILE_VARIABLE
+from toolkit.config.sources import unknown_variables
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.shipped import CHECKOUT, COMPLETIONS, completion_path, shipped
-from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.errors import ToolkitError
 from toolkit.hardware.ports import bind_failure
-from toolkit.logs import DEBUG
 from toolkit.units import size
 
 DISTRIBUTION = "tk-llm"
@@ -80,9 +79,8 @@ def _versions(constraints: Path) -> Finding:
 def _variables(environment: Mapping[str, str], known: list[str]) -> Finding:
     """Find TK_* variables that no setting reads, likely misspelled."""
     present = sorted(name for name in environment if name.startswith("TK_"))
-    unknown = [name for name in present if name not in (*known, FILE_VARIABLE, DEBUG)]
-    if unknown:
-        fix = " ".join(did_you_mean(name, known).strip() for name in unknown).strip()
+    if unknown := unknown_variables(known, environment):
+        fix = " ".join(hint.strip() for hint in unknown.values()).strip()
         fix = fix or "See tk man tk.toml for all variables."
         return Finding("variables", "warn", f"unknown: {', '.join(unknown)}", fix)
     return Finding("variables", "pass", f"{', '.join(present) or 'no TK_* variable is set'}")

@@ -44,9 +44,7 @@ def findings(probe: Probe) -> Iterator[Finding]:
     server, found = _settings()
     yield found
     names = {name for each in known_settings(tree()).values() for name in each}
-    yield from check_installation(
-        [f"TK_{name.upper()}" for name in names], server.host, server.port
-    )
+    yield from check_installation(sorted(names), server.host, server.port)
     yield from check_torch(probe.facts())
     yield from check_plugins()
 

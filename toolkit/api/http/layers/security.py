@@ -111,7 +111,7 @@ class Sites:
         self._has_keys = bool(config.api_key)
         self._hosts = {host.lower() for host in config.allowed_hosts}
         self._checks_hosts = is_local and not self._has_keys and "*" not in self._hosts
-        self._origins = set(config.allowed_origins)
+        self._origins = {origin.lower() for origin in config.allowed_origins}
 
     def check(self, method: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise ForbiddenError for a request of another site."""
