@@ -155,7 +155,12 @@ def check_adapters(case: ServerCase) -> Diagnosis | None:
 
 
 def check_prefill(case: ServerCase) -> Diagnosis | None:
-    """Report prompts that take most of the compute and delay queued requests or next tokens."""
+    """Report prompts that take most of the compute and delay queued requests or next tokens.
+
+    The budget of a step is their limit only if steps come near it."""
+    budget, largest = number(case.server, "max_num_batched_tokens"), case.view.largest_steps
+    if not (case.running or case.waiting):
+        return None
     itl = case.view.latencies.get("ITL")
     is_unsteady = itl is not None and itl.p50 and itl.p99 and itl.p99 > UNSTEADY * itl.p50
     if case.prefill_share < MOSTLY or not (case.waiting or is_unsteady):
@@ -167,7 +172,9 @@ def check_prefill(case: ServerCase) -> Diagnosis | None:
         text += f"; {wording.percent(case.view.prefix_hit_rate, 0)} cached"
     if setting(case.server, "enable_prefix_caching") in (False, "False"):
         return Diagnosis("prefill", 2, text, "--enable-prefix-caching")
-    budget = number(case.server, "max_num_batched_tokens")
+    if budget is None or largest is None or largest < MOSTLY * budget:
+        return None
+    text += f"; steps of up to {wording.count(largest)} tokens"
     change = "lower" if is_unsteady else "raise"
     return Diagnosis("prefill", 2, text, f"{change} --max-num-batched-tokens{_current(budget)}")
 

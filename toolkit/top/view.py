@@ -36,6 +36,7 @@ class View:
     output_tokens: float | None = None
     batch_size: float | None = None  # mean requests per step, over the span
     step_tokens: float | None = None  # mean tokens per step, over the span
+    largest_steps: float | None = None  # 99th percentile of the tokens per step, over the span
     steps_rate: float | None = None  # over the span
     kv_usage: float | None = None
     prefix_hit_rate: float | None = None  # over the span
@@ -113,6 +114,7 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
         output_tokens=mean(totals.histogram("request_generation_tokens")),
         batch_size=requests_per_step(batch, steps, totals.increase("generation_tokens_total")),
         step_tokens=mean(steps),
+        largest_steps=summarize(steps).p99,
         steps_rate=steps.count / totals.seconds if steps.count and totals.seconds else None,
         kv_usage=totals.mean("kv_cache_usage_perc"),
         prefix_hit_rate=hits / queries if hits is not None and queries else None,
