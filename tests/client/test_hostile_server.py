@@ -200,8 +200,8 @@ def test_json_keeps_server_text_and_escapes_it(tk, hostile, words, key):
 
 def test_answer_of_a_local_model_does_not_control_the_terminal(tk, monkeypatch):
     class Model:
-        tokenizer = None
-        tokenize = stream = lambda *_, **__: [SimpleNamespace(text=EVIL)]
+        tokenizer, info = None, SimpleNamespace(max_model_len=100)
+        tokenize = stream = lambda *_, **__: [SimpleNamespace(text=EVIL, token_ids=[1])]
 
     monkeypatch.setitem(sys.modules, "toolkit.engine.llm", SimpleNamespace(LLM=lambda **_: Model()))
     written = tk("run", "--prompt", "hi")

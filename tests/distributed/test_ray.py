@@ -206,5 +206,5 @@ def test_without_ray_the_error_names_the_install_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tk-llm\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]' in tk's checkout"):
         LLM(str(folder), **RAY)
