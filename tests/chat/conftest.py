@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chat.fake_server import FakeServer, running
+from tests.local import LocalServer
+from tests.server import Server
 from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
@@ -24,6 +26,14 @@ def folders(tmp_path, monkeypatch):
 def server() -> Iterator[FakeServer]:
     with running(FakeServer()) as fake:
         yield fake
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Iterator[Server]:
+    """A server with the demo model."""
+    served = LocalServer(cwd=tmp_path_factory.mktemp("server"))
+    yield served
+    served.stop()
 
 
 class Screen:

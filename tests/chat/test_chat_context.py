@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 
-from tests.local import LocalServer
-from tests.server import Server
 from toolkit.chat.answers.client import Address, ChatClient
 from toolkit.chat.commands import handle_line
 from toolkit.chat.session import Session
@@ -16,13 +13,6 @@ from toolkit.config.clients import ChatConfig
 
 QUESTIONS = ["What is a KV cache?", "What is a token?", "Who are you?", "What is paged attention?"]
 LONG = "More about this word: " + "cache " * 80
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory) -> Iterator[Server]:
-    running = LocalServer(cwd=tmp_path_factory.mktemp("server"))
-    yield running
-    running.stop()
 
 
 @pytest.fixture

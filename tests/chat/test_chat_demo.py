@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 
-from tests.local import LocalServer
-from tests.server import Server
 from toolkit.chat.commands import handle_line
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory) -> Iterator[Server]:
-    running = LocalServer(cwd=tmp_path_factory.mktemp("server"))
-    yield running
-    running.stop()
 
 
 @pytest.fixture

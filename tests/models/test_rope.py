@@ -154,6 +154,13 @@ def test_invalid_parameters_are_named(parameters, words):
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize("factor", [float("inf"), "2", True, [2]])
+def test_factors_that_are_no_finite_numbers_are_refused(factor):
+    parameters = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": factor}
+    with pytest.raises(CheckpointError, match="cannot be used: factor is"):
+        Rope(parameters, 32, 1000)
+
+
 def test_odd_head_size_is_refused():
     with pytest.raises(CheckpointError, match="size is 33"):
         inverse_frequencies(Rope({"rope_theta": 1e4}, 33, 100), 100)

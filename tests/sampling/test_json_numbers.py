@@ -73,6 +73,7 @@ def test_bounds_of_any_number_work(bound):
         ({"enum": [3, 175928847299117063]}, "175928847299117063"),
         ({"const": {"id": [175928847299117063]}}, "175928847299117063"),
         ({"const": INT64}, str(INT64)),
+        ({"const": 10**400}, str(10**400)),  # no double is so large
         ({"type": "integer", "minimum": 2**60 + 1, "maximum": 2**60 + 1}, str(2**60 + 1)),
         ({"type": "integer", "minimum": 1e19}, "1e+19"),
         ({"properties": {"a": {"anyOf": [{"enum": [-(2**53) - 1]}]}}}, str(-(2**53) - 1)),

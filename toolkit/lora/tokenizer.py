@@ -53,9 +53,10 @@ def require_same_vocabulary(drafter: Path, base: Path) -> None:
                 f"{name} differ. Use a drafter of the same family.",
                 param="speculative_config",
             )
-    if not compared and (tokens := _token_lists(drafter, base)) is not None:
-        known = [pair for pair in zip(*tokens, strict=False) if pair[0]]
-        differing = sum(own != other for own, other in known)
+    if not compared and (tokens := _tokens_of_both(drafter, base)) is not None:
+        theirs, ours = tokens
+        known = theirs.keys() & ours.keys()
+        differing = sum(theirs[id] != ours[id] for id in known)
         if differing > MAX_DIFFERENCE * len(known):
             raise ConfigError(
                 f"--speculative-config: the drafter {drafter} has other tokens than {base}: "
@@ -71,29 +72,23 @@ def require_same_vocabulary(drafter: Path, base: Path) -> None:
         )
 
 
-def _token_lists(drafter: Path, base: Path) -> tuple[list[str], list[str]] | None:
-    """Return the tokens of both in the order of their ids, if one is a GGUF file. Gaps are empty.
-
-    None if they are not known."""
+def _tokens_of_both(drafter: Path, base: Path) -> tuple[dict[int, str], dict[int, str]] | None:
+    """Return the tokens of both by their ids, if one is a GGUF file; None if they are not known."""
     if not (is_gguf(drafter) or is_gguf(base)):
         return None
-    found = [_tokens(folder) for folder in (drafter, base)]
-    return (found[0], found[1]) if all(found) else None
+    own, others = _tokens(drafter), _tokens(base)
+    return (own, others) if own and others else None
 
 
-def _tokens(folder: Path) -> list[str]:
+def _tokens(folder: Path) -> dict[int, str]:
     if is_gguf(folder):
-        return read_gguf(folder).get("tokenizer.ggml.tokens", list) or []
+        return dict(enumerate(read_gguf(folder).get("tokenizer.ggml.tokens", list, [])))
     file = folder / "tokenizer.json"
     ids = _vocabulary(file.read_bytes()) if file.is_file() else {}
     if isinstance(ids, tuple):  # a Unigram model: pieces and scores in order
         pieces, added = ids
-        listed = enumerate(piece for piece, _ in pieces or ())
-        ids = {token: id for id, token in listed} | added
-    tokens = [""] * (1 + max(ids.values(), default=-1))
-    for token, id in ids.items():
-        tokens[id] = token
-    return tokens
+        ids = {piece: id for id, (piece, _) in enumerate(pieces or ())} | added
+    return {id: token for token, id in ids.items()}
 
 
 def _tokenizer_files(folder: Path, base: Path) -> tuple[list[str], list[str]]:

@@ -94,7 +94,8 @@ class Rope:
                 )
         for name in ("factor", "original_max_position_embeddings"):
             value = self.parameters.get(name)
-            if not isinstance(value, int | float | None) or isinstance(value, bool):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and math.isfinite(value)):
                 raise CheckpointError(
                     f"The model's rope_parameters of type {kind!r} cannot be used: {name} is "
                     f"{value!r}, not a number."

@@ -190,7 +190,7 @@ def _require_exact(value: Any) -> None:
         one = left.pop()
         if isinstance(one, list | dict):
             left += one.values() if isinstance(one, dict) else one
-        elif isinstance(one, int) and (one != float(one) or abs(one) > _LARGEST):
+        elif isinstance(one, int) and (abs(one) > _LARGEST or one != float(one)):
             raise ValueError(
                 f"has the value {one}. Integers beyond 2^53 cannot be enforced exactly; a string "
                 "can"
