@@ -151,7 +151,7 @@ class LocalServer(Server):
     async def _serve(self, engine: EngineConfig, config: ServerConfig) -> None:
         """Do what `lifecycle.serve` does, without its signals."""
         self._loop = asyncio.get_running_loop()
-        LogStyle.of(config.log_level, config.log_format).apply()
+        LogStyle(config.log_level, json=config.log_format == "json").apply()
         config, names = check_server_settings(engine, config)
         with listen(config) as listener:
             front = SingleProcess(engine, config, names)

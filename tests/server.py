@@ -32,6 +32,7 @@ from tests.forked import shared as shared_fork_server
 START_TIMEOUT = 240.0
 WAIT = 90.0  # seconds for something that should happen at once: machines are busy
 INSIDE = Path(__file__).parent / "inside"  # hooks in the engine's processes
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TK_LOG_FORMAT": "text"}
 KEEP_ALIVE = httpx.Limits(keepalive_expiry=None)
 """Keeps idle connections: a new one might lead to another API worker."""
 
@@ -59,7 +60,7 @@ class Process:
         self.popen = start(
             [sys.executable, "-m", "toolkit", *arguments],
             cwd=cwd,
-            env=inherited | {"HF_HUB_OFFLINE": "1", "HOME": str(cwd)} | environment,
+            env=inherited | ENVIRONMENT | {"HOME": str(cwd)} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -139,7 +140,7 @@ class Server(Process):
     @property
     def curl(self) -> str:
         """Line of the start-up message."""
-        return next(line.strip() for line in self.lines if line.startswith("curl "))
+        return next(line.strip() for line in map(_curl_in, self.lines) if line is not None)
 
     def openai(self, key: str = "any", **options: object) -> openai.OpenAI:
         return openai.OpenAI(
@@ -215,11 +216,17 @@ class Server(Process):
             if self.popen.poll() is not None:
                 self._reader.join(WAIT)
                 raise AssertionError(f"the server did not start:\n{self.stderr}")
-            return re.search(
-                r"^curl (?:--unix-socket \S+ )?(https?://\S+)/v1/.*\n", self.stderr, re.MULTILINE
-            )
+            curl = "\n".join(filter(None, map(_curl_in, self.lines)))
+            return re.search(r"^curl (?:--unix-socket \S+ )?(https?://\S+)/v1/.*\n", curl)
 
         return until(found, START_TIMEOUT)[1]
+
+
+def _curl_in(line: str) -> str | None:
+    """Return the command in a line of a log, in text or JSON."""
+    if line.startswith('{"time"') and '"curl"' in line:
+        return f"{json.loads(line)['curl']}\n"
+    return line if line.startswith("curl ") else None
 
 
 _running: dict[str, Server] = {}

@@ -63,12 +63,20 @@ class LogStyle(msgspec.Struct, frozen=True):
         return cls(level, format == "json" or (format == "auto" and not sys.stderr.isatty()))
 
     def apply(self) -> None:
-        """Log to stderr in this style from now on. Nothing written to sys.stderr blocks then."""
+        """Log to stderr in this style from now on, Python's warnings too.
+
+        Nothing written to sys.stderr blocks then."""
         formatter = _JSON() if self.json else _Text("%(asctime)s %(levelname)s %(message)s")
         _queue_stderr(formatter)
         handler = logging.StreamHandler()
         handler.setFormatter(formatter)
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
+        logging.captureWarnings(True)
+
+
+def writes_json() -> bool:
+    """Return True if this process logs JSON: then stderr has nothing else."""
+    return any(isinstance(one.formatter, _JSON) for one in logging.getLogger().handlers)
 
 
 MAX_QUEUED_BYTES = 2**20  # of output that stderr has not taken; further lines are dropped

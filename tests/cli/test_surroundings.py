@@ -53,7 +53,7 @@ def test_server_with_closed_streams_shuts_down_cleanly(tmp_path):
     )
     assert process.stderr is not None
     try:
-        is_ready = any(line.startswith("curl ") for line in process.stderr)
+        is_ready = any('"curl"' in line for line in process.stderr)
         process.send_signal(signal.SIGTERM)
         log = process.stderr.read()
         assert (is_ready, process.wait(60)) == (True, 0), log

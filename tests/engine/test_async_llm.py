@@ -242,6 +242,7 @@ async def test_a_core_that_hangs_during_its_start_is_replaced(
     monkeypatch.setattr(revival, "BACK_OFF", (0.0, 0.0, 0.0))
     async with AsyncLLM(str(model), device="cpu", num_threads=1, worker_timeout=60.0) as llm:
         first = llm.replicas[0].link.pid
+        psutil.Process(first).suspend()  # it may not answer before it is killed
         stream = llm.start_request(request("one"))
         psutil.Process(first).kill()
         async with asyncio.timeout(200):

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS
@@ -60,6 +61,34 @@ def test_the_phases_of_start_up_are_timed(server: Server) -> None:
     before_the_card = server.stderr.split("ready in")[0]
     timed = re.findall(r"^ +(\S.*?) +\d+\.\d\d s$", before_the_card, re.MULTILINE)
     assert timed == ["config", "weights", "KV cache"]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_log_in_json_is_all_that_stderr_gets(
+    bare_model: Path, tmp_path: Path, is_refused: bool
+) -> None:
+    """Off a terminal it is the default."""
+    arguments = ["serve", str(bare_model), "--port", "0", "--num-threads", "1"]
+    arguments += ["--max-model-len", "999999"] * is_refused
+    process = Process(*arguments, cwd=tmp_path, TK_LOG_FORMAT="auto")
+    if is_refused:
+        assert process.wait(START_TIMEOUT) == 2
+    else:
+        until(lambda: '"curl"' in process.stderr, START_TIMEOUT)
+    process.stop()
+    lines = [json.loads(line) for line in process.lines]
+    if is_refused:
+        assert lines[-1]["level"] == "critical"
+        assert lines[-1]["message"].startswith("--max-model-len is 999999, but")
+    else:
+        assert [line["phase"] for line in lines if "phase" in line] == [
+            "config",
+            "weights",
+            "KV cache",
+        ]
+        assert re.fullmatch(r"tk \S+ ready in \S+ s at http://127\S+", lines[-1]["message"])
+        assert lines[-1]["URL"] in lines[-1]["curl"]
+        assert lines[-1]["model"].endswith("parameters, float32)")
 
 
 def test_the_web_server_is_imported_after_the_core_is_started() -> None:
@@ -210,11 +239,17 @@ def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
+def spoil(folder: Path) -> None:
+    for path in shards(folder):
+        save_file({k: v * float("nan") for k, v in load_file(path).items()}, path)
+
+
 FAILURES = {
     "truncated weights": Failure(["model-00001"], prepare=lambda f: cut(shards(f)[0], 2000)),
     "corrupt tokenizer": Failure(
         ["tokenizer"], tokenizer=True, prepare=lambda f: (f / "tokenizer.json").write_text("{")
     ),
+    "weights that are not numbers": Failure(["its first step fails", "not finite"], prepare=spoil),
     "little memory": Failure(
         [f"--max-model-len {SMALL_TOKENS} ", "--kv-cache-memory", str(CONTEXT)],
         ["model", "--kv-cache-memory", str(SMALL)],
@@ -309,7 +344,8 @@ def test_an_error_before_the_engine_starts_is_one_message(
 ) -> None:
     failure = EARLY_FAILURES[name]
     (tmp_path / "model").symlink_to(model)
-    variables = {"TK_PORT": "0"} | failure.variables  # the default port may be in use
+    # The default port may be in use.
+    variables = {"TK_PORT": "0", "TK_LOG_FORMAT": "text"} | failure.variables
     ended = tk_here("serve", *failure.arguments, cwd=tmp_path, **variables)
     check_failure(failure, ended.returncode, ended.stderr.splitlines())
 
@@ -323,7 +359,7 @@ def check_failure(failure: Failure, code: int, lines: list[str]) -> None:
     others = [
         line
         for line in lines
-        if not re.match(r' +(config|weights|KV cache) +[\d.]+ s$|{"time"', line)
+        if not re.match(r" +(config|weights|KV cache) +[\d.]+ s$|[\d:]{8} INFO ", line)
     ]
     assert others == [message], "only the phases before it, and no traceback"
 
@@ -385,6 +421,6 @@ def test_a_signal_during_start_up_ends_the_server_at_once(
             pass
 
     monkeypatch.setattr(lifecycle, "_make_front_end", lambda *_: Starting())
-    config = ServerConfig(host="127.0.0.1", port=0)
+    config = ServerConfig(host="127.0.0.1", port=0, log_format="text")
     ended = lifecycle.serve(EngineConfig(), config, 0.0)
     assert asyncio.run(ended) == code

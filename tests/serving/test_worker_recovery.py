@@ -19,7 +19,8 @@ ENDLESS = 8000
 @pytest.fixture(scope="module")
 def server(bare_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with two workers. The last test ends it."""
-    served = Server(str(bare_model), "--api-workers", "2", cwd=tmp_path_factory.mktemp("two"))
+    flags = ("--api-workers", "2", "--log-format", "json")  # which has tracebacks
+    served = Server(str(bare_model), *flags, cwd=tmp_path_factory.mktemp("two"))
     yield served
     served.stop()
 

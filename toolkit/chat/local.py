@@ -52,7 +52,9 @@ def local_server(
         command = [sys.executable, "-m", "toolkit", "serve", *([model] if model else [])]
     log = private_file(state_folder() / f"chat-server-{os.getpid()}.log")
     process = start(
-        [*command, "--host", "127.0.0.1", "--port", str(port)], log, {"TK_API_KEY": key}
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        log,
+        {"TK_API_KEY": key, "TK_LOG_FORMAT": "text"},
     )
     url = f"http://127.0.0.1:{port}"
     try:

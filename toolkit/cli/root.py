@@ -1,6 +1,7 @@
 """The tree of commands, and the error messages of the command line."""
 
 import errno
+import logging
 import shutil
 import sys
 import textwrap
@@ -14,7 +15,13 @@ import typer
 from toolkit.cli.help import HELP_FLAGS, CommandGroup, RootGroup
 from toolkit.cli.names import COMMANDS
 from toolkit.errors import OutOfMemoryError, ToolkitError
-from toolkit.logs import escape_controls, flush_stderr, save_traceback, shows_tracebacks
+from toolkit.logs import (
+    escape_controls,
+    flush_stderr,
+    save_traceback,
+    shows_tracebacks,
+    writes_json,
+)
 
 EXIT_CODES = {
     0: "Success.",
@@ -69,7 +76,7 @@ def run() -> int:
         code: int = tree().main(prog_name="tk", standalone_mode=False) or 0
     except Exception as error:
         _flush_output()
-        if shows_tracebacks():
+        if shows_tracebacks() and not writes_json():
             print(escape_controls(traceback.format_exc()), file=sys.stderr)
         return explain(error)
     failed = _flush_output()
@@ -112,7 +119,11 @@ def explain(error: Exception) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    """Print the message, wrapped on a terminal, and return the code."""
+    """Print the message, wrapped on a terminal, and return the code. A log in JSON gets it."""
+    if writes_json():
+        logging.getLogger("toolkit.cli").critical(message)
+        flush_stderr()
+        return code
     text = escape_controls(f"tk: {message}")
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns

@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit.api.http.connections.listener import listen, raise_file_limit
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.logs import LogStyle
+from toolkit.logs import LogStyle, writes_json
 from toolkit.serving.checks import check_server_settings
 from toolkit.serving.front import FrontEnd, SingleProcess
 from toolkit.serving.ready_card import print_ready_card
@@ -164,5 +164,8 @@ class _Signals:
 
 
 def _report(phase: str, seconds: float) -> None:
-    # One write: the core logs to the same terminal.
-    sys.stderr.write(f"  {phase:<12}{seconds:7.2f} s\n")
+    if writes_json():
+        fields = {"phase": phase, "seconds": round(seconds, 3)}
+        logger.info("%s took %.2f s", phase, seconds, extra={"fields": fields})
+    else:  # one write: the core logs to the same terminal
+        sys.stderr.write(f"  {phase:<12}{seconds:7.2f} s\n")

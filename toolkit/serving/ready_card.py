@@ -1,15 +1,19 @@
 """The summary that is printed when the server is ready."""
 
+import logging
 import os
 import shlex
 import socket
 import sys
 
 from toolkit.config import ServerConfig
+from toolkit.logs import writes_json
 from toolkit.sampling.params import describe_sampling
 from toolkit.serving.front import ServedModel
 from toolkit.units import count
 from toolkit.version import __version__
+
+logger = logging.getLogger(__name__)
 
 MOST_NAMES = 8  # of adapters
 
@@ -17,55 +21,61 @@ MOST_NAMES = 8  # of adapters
 def print_ready_card(
     served: ServedModel, name: str, listener: socket.socket, config: ServerConfig, seconds: float
 ) -> None:
-    """Print model, device, KV cache size, URL and a working curl command to stderr."""
+    """Print model, device, KV cache size, URL and a working curl command to stderr.
+
+    A log in JSON gets them as one line."""
+    url = _url(listener, config)
+    title = f"tk {__version__} ready in {seconds:.1f} s"
+    facts = _facts(served, name, config)
+    curl = _curl(served, url, config)
+    if writes_json():
+        fields = {"seconds": round(seconds, 3), **facts, "URL": url, "curl": curl}
+        logger.info("%s at %s", title, url, extra={"fields": fields})
+        return
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
     from toolkit.console import SafeConsole
 
-    info = served.info
-    url = _url(listener, config)
     table = Table.grid(padding=(0, 2))
-    table.add_row(
-        "model", f"{name} ({count(info.model_parameters)} parameters, {info.weight_type})"
-    )
-    table.add_row("device", f"{info.device}, attention: {info.attention_backend}")
+    for fact in facts.items():
+        table.add_row(*fact)
+    more = f"  (OpenAI API at {url}/v1, docs at {url}/docs)"
+    table.add_row("URL", Text.assemble((url, "bold"), more))
+    SafeConsole(stderr=True).print(Panel(table, title=title, title_align="left", expand=False))
+    print(f"Try:\n{curl}", file=sys.stderr, flush=True)
+
+
+def _facts(served: ServedModel, name: str, config: ServerConfig) -> dict[str, str]:
+    """Return the rows of the card above its URL."""
+    info = served.info
+    facts = {
+        "model": f"{name} ({count(info.model_parameters)} parameters, {info.weight_type})",
+        "device": f"{info.device}, attention: {info.attention_backend}",
+    }
     if len(served.infos) > 1:
-        table.add_row(
-            "engines", f"{len(served.infos)}, each with the complete model and its own KV cache"
-        )
+        number = len(served.infos)
+        facts["engines"] = f"{number}, each with the complete model and its own KV cache"
     if info.chunks_prompts:
         capacity = sum(one.num_blocks * one.block_size for one in served.infos)
-        table.add_row(
-            "KV cache",
+        facts["KV cache"] = (
             f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full "
-            f"{info.max_model_len:,}",
+            f"{info.max_model_len:,}"
         )
     if info.generates:
-        table.add_row("sampling", f"{describe_sampling(served.sampling)} (by default)")
+        facts["sampling"] = f"{describe_sampling(served.sampling)} (by default)"
     if info.pooling is not None:
-        table.add_row(
-            "tasks", f"{', '.join(info.tasks)}: texts of up to {info.max_model_len:,} tokens"
-        )
+        tasks = ", ".join(info.tasks)
+        facts["tasks"] = f"{tasks}: texts of up to {info.max_model_len:,} tokens"
     if info.max_lora_rank:
         names = [one.name for one in info.adapters]
         listed = ", ".join(names[:MOST_NAMES]) or "none in memory yet"
         listed += f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        table.add_row("adapters", f"{listed}; ranks of up to {info.max_lora_rank}")
-    more = f"  (OpenAI API at {url}/v1, docs at {url}/docs)"
-    table.add_row("URL", Text.assemble((url, "bold"), more))
+        facts["adapters"] = f"{listed}; ranks of up to {info.max_lora_rank}"
     if config.uds is not None:
-        table.add_row("socket", config.uds)
-    SafeConsole(stderr=True).print(
-        Panel(
-            table,
-            title=f"tk {__version__} ready in {seconds:.1f} s",
-            title_align="left",
-            expand=False,
-        )
-    )
-    print(f"Try:\n{_curl(served, url, config)}", file=sys.stderr, flush=True)
+        facts["socket"] = config.uds
+    return facts
 
 
 def _url(listener: socket.socket, config: ServerConfig) -> str:

@@ -41,10 +41,11 @@ def main() -> None:
 
 def start(arguments: list[str], kernels: Path, log: Path) -> dict[str, Any]:
     """Start once and return the row. If the server fails, prints its log and raises SystemExit."""
+    environment = {"TRITON_CACHE_DIR": str(kernels), "TK_LOG_FORMAT": "text"}
     try:
         with (
             log.open("wb") as log_file,
-            run_server(arguments, {"TRITON_CACHE_DIR": str(kernels)}, log_file) as server,
+            run_server(arguments, environment, log_file) as server,
         ):
             begin = time.monotonic()
             answer = server.client.post("/v1/completions", json=REQUEST).raise_for_status().json()
