@@ -314,7 +314,7 @@ async def test_image_errors(server, connect, screen, tmp_path):
 
 def test_models_of_different_servers_are_parsed(server):
     server.models = [
-        {"id": "tk", "max_model_len": 512},
+        {"id": "tk", "max_model_len": 512, "owned_by": "tk", "tasks": ["generate", "chat"]},
         {
             "id": "router",
             "context_length": 8,
@@ -324,7 +324,7 @@ def test_models_of_different_servers_are_parsed(server):
         {"id": "m", "capabilities": {"vision": True}},
     ]
     assert Address(server.url).list_models() == [
-        ModelInfo("tk", 512),
+        ModelInfo("tk", 512, tasks=("generate", "chat")),
         ModelInfo("router", 8, True),
         ModelInfo("cpp", 4, False),
         ModelInfo("m", None, True),

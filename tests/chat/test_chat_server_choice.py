@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import make_reference
+from tests.models.gguf_models import write_model
 from toolkit.chat import local, run
 from toolkit.chat.local import LocalServer
+from toolkit.cli.commands.chat import require_chat_template
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
+from toolkit.errors import ConfigError
 
 
 @pytest.fixture
@@ -123,3 +130,53 @@ def test_url_is_used_and_no_other_server(server, private, screen, unused_tcp_por
     ):
         pass
     assert private == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_model_without_a_template_is_refused_before_it_loads(
+    checkpoint, tmp_path, private, screen, monkeypatch, unused_tcp_port, kind
+):
+    monkeypatch.setattr(run, "DEFAULT_URL", f"http://127.0.0.1:{unused_tcp_port}")
+    model = str(shutil.copytree(checkpoint("llama3-gqa"), tmp_path / "base"))
+    Path(model, "chat_template.jinja").unlink()
+    if kind == "gguf":
+        model = str(write_model(tmp_path / "base.gguf", make_reference("llama3-gqa"), "llama"))
+    with (
+        pytest.raises(ConfigError, match=r"no chat template.*Continue one: tk run"),
+        run.find_server(ChatConfig(model=model), screen.terminal, require_chat_template),
+    ):
+        pass
+    assert private == []
+    monkeypatch.setenv("TK_CHAT_TEMPLATE", "{{ messages }}")
+    with run.find_server(ChatConfig(model=model), screen.terminal, require_chat_template):
+        pass
+    assert private == [model]
+
+
+def test_models_with_a_template_may_be_started(checkpoint, tmp_path):
+    require_chat_template("tk-demo")
+    require_chat_template("no such/model")  # its server says so
+    for template in ([{"name": "tool_use", "template": "{{ messages }}"}], "{{ messages }}"):
+        folder = shutil.copytree(checkpoint("llama3-gqa"), tmp_path / str(len(template)))
+        (folder / "chat_template.jinja").unlink()
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+        require_chat_template(str(folder))
+    folder = shutil.copytree(checkpoint("llama3-gqa"), tmp_path / "named")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    require_chat_template(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [(["generate"], "has no chat template"), (["embed"], "does not generate text")],
+)
+def test_server_that_cannot_chat_is_refused_at_once(server, screen, tasks, words):
+    server.models[0] |= {"owned_by": "tk", "tasks": tasks}
+    with (
+        pytest.raises(ServerError, match=words),
+        run.find_server(ChatConfig(url=server.url), screen.terminal),
+    ):
+        pass

@@ -22,8 +22,10 @@ from toolkit.console import as_text, read_piped
 from toolkit.errors import ConfigError
 
 
-def run(config: ChatConfig) -> int:
-    """Run the chat, or answer one question. Return the exit code."""
+def run(config: ChatConfig, check: Callable[[str], None] = lambda model: None) -> int:
+    """Run the chat, or answer one question. Return the exit code.
+
+    check: raises if a private server of this model could not chat."""
     for name in ("COLUMNS", "LINES"):  # exported by some shells, but wrong once the window resizes
         os.environ.pop(name, None)
     terminal = Terminal()
@@ -35,7 +37,10 @@ def run(config: ChatConfig) -> int:
     saved = _newest_conversation() if config.resume else None
     with (
         exit_on_signals(signal.SIGTERM, signal.SIGHUP),
-        find_server(config, terminal, is_question=question is not None) as (address, model),
+        find_server(config, terminal, check, is_question=question is not None) as (
+            address,
+            model,
+        ),
     ):
         try:
             return asyncio.run(_chat(config, terminal, address, model, question, saved))
@@ -113,7 +118,11 @@ def _newest_conversation() -> store.SavedConversation:
 
 @contextmanager
 def find_server(
-    config: ChatConfig, terminal: Terminal, *, is_question: bool = False
+    config: ChatConfig,
+    terminal: Terminal,
+    check: Callable[[str], None] = lambda model: None,
+    *,
+    is_question: bool = False,
 ) -> Iterator[tuple[Address, ModelInfo]]:
     """Yield a server and a model: at --url, else at the default address, else a private server.
 
@@ -121,16 +130,18 @@ def find_server(
     single question: a script would take its answer for that of a real model."""
     if config.url is not None:
         address = Address(config.url, config.api_key)
-        yield address, choose_model(address, config.model)
+        yield address, require_chat(address, choose_model(address, config.model))
         return
     if (found := find_default_server(config, terminal)) is not None:
-        yield found
+        yield found[0], require_chat(*found)
         return
     if is_question and config.model is None:
         raise ServerError(
             f"No server answers at {DEFAULT_URL}, and no model is given. Start one with 'tk serve "
             "MODEL', or give --url, or --model (tk-demo is the small demo model)."
         )
+    if config.model is not None:
+        check(config.model)
     name = config.model or "the demo model"
     with (
         show_progress(terminal, f"Starting {name}") as tick,
@@ -141,7 +152,7 @@ def find_server(
             "This private server ends with the chat; 'tk serve' starts one that keeps running."
         )
         address = Address(server.url, server.api_key)
-        yield address, address.list_models()[0]
+        yield address, require_chat(address, address.list_models()[0])
 
 
 def choose_model(address: Address, name: str | None) -> ModelInfo:
@@ -150,6 +161,19 @@ def choose_model(address: Address, name: str | None) -> ModelInfo:
     if name is None:
         return models[0]
     return next((model for model in models if name in (model.name, model.root)), ModelInfo(name))
+
+
+def require_chat(address: Address, model: ModelInfo) -> ModelInfo:
+    """Return the model. Raises ServerError if its server says that it cannot chat."""
+    if model.tasks is None or "chat" in model.tasks:
+        return model
+    problem = "does not generate text"
+    if "generate" in model.tasks:
+        problem = (
+            "has no chat template, so it cannot take messages: it continues text (/v1/completions)"
+            ". 'tk serve --chat-template FILE' gives it a template"
+        )
+    raise ServerError(f"{model.name} at {address.url} {problem}.")
 
 
 def find_default_server(config: ChatConfig, terminal: Terminal) -> tuple[Address, ModelInfo] | None:

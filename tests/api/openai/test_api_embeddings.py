@@ -221,7 +221,11 @@ def test_cross_encoder_refuses_embeddings_and_long_pairs(scorer):
 
 
 def test_decoder_embeds_and_generates(decoder):
-    assert decoder.http.get("/v1/models").json()["data"][0]["tasks"] == ["generate", "embed"]
+    assert decoder.http.get("/v1/models").json()["data"][0]["tasks"] == [
+        "generate",
+        "embed",
+        "chat",
+    ]
     body = {"input": "The sea"}
     [vector] = vectors(decoder.http.post("/v1/embeddings", json=body))
     [cut] = vectors(decoder.http.post("/v1/embeddings", json=body | {"dimensions": 4}))
@@ -240,7 +244,7 @@ def test_generating_model_explains_how_to_embed(server):
         ("rerank", {"query": "x", "documents": ["y"]}),
     ):
         assert "--pooling last" in error(server.http.post(f"/v1/{path}", json=body))["message"]
-    assert server.http.get("/v1/models").json()["data"][0]["tasks"] == ["generate"]
+    assert server.http.get("/v1/models").json()["data"][0]["tasks"] == ["generate", "chat"]
 
 
 def test_many_inputs_run_in_turns_with_other_requests(decoder):

@@ -46,12 +46,14 @@ async def get_model(model: str, request: Request) -> Response:
 def _card(service: Service, name: str, adapter: str | None = None) -> ModelCard:
     """Return a card of the model, or of an adapter in a folder."""
     info, config = service.engine.info, service.engine.config
+    tokenizer = service.engine.tokenizer
+    can_chat = info.generates and tokenizer is not None and tokenizer.has_chat_template
     folder = config.model.model if adapter is None else adapter
     return ModelCard(
         name,
         service.created,
         info.max_model_len,
-        info.tasks if adapter is None else ["generate"],
+        [*(info.tasks if adapter is None else ["generate"]), *["chat"] * can_chat],
         root=str(folder or service.model_name),
         permission=[
             ModelPermission(

@@ -147,7 +147,7 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
-    tasks: list[str]  # generate, embed, score
+    tasks: list[str]  # generate, embed, score, chat (it has a chat template)
     root: str  # the model as given to the server: a hub name or a folder
     permission: list[ModelPermission]
     parent: str | None = None

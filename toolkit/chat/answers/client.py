@@ -28,6 +28,7 @@ class ModelInfo:
     max_context: int | None = None  # tokens
     accepts_images: bool | None = None  # None: unknown
     root: str | None = None  # hub name or folder that a tk or vLLM server loaded
+    tasks: tuple[str, ...] | None = None  # of a tk server
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +145,5 @@ def _parse_model(model: dict[str, Any]) -> ModelInfo:
     elif isinstance(capabilities, dict) and "vision" in capabilities:
         accepts_images = bool(capabilities["vision"])
     tokens = int(context) if context else None
-    return ModelInfo(str(model["id"]), tokens, accepts_images, model.get("root"))
+    tasks = None if model.get("owned_by") != "tk" else tuple(model.get("tasks", ()))
+    return ModelInfo(str(model["id"]), tokens, accepts_images, model.get("root"), tasks)

@@ -1,10 +1,17 @@
 """`tk chat`."""
 
+import shlex
+
 import typer
 
 from toolkit.cli.command import command
-from toolkit.cli.root import app
+from toolkit.cli.help import known_settings
+from toolkit.cli.root import app, tree
+from toolkit.config import ModelConfig
 from toolkit.config.clients import ChatConfig
+from toolkit.config.fields import options
+from toolkit.config.sources import resolve
+from toolkit.errors import ConfigError, ToolkitError
 
 
 @command(app, "chat", ChatConfig)
@@ -14,4 +21,27 @@ def chat(config: ChatConfig) -> None:
     With a PROMPT or piped text it answers once, and only the answer goes to stdout."""
     from toolkit.chat.run import run
 
-    raise typer.Exit(run(config))
+    raise typer.Exit(run(config, check=require_chat_template))
+
+
+def require_chat_template(model: str) -> None:
+    """Raise ConfigError if a server of this model could not chat: it would load for nothing.
+
+    Other problems are left to the server."""
+    rows = [row for row in options(ModelConfig) if row.name == "chat_template"]
+    if resolve(rows, {}, ("serve",), known_settings(tree())):
+        return
+    from toolkit.inventory.card import chat_template
+    from toolkit.inventory.find import find_checkpoint
+
+    try:
+        has_template = chat_template(find_checkpoint(model)) is not None
+    except ToolkitError:
+        return
+    if not has_template:
+        raise ConfigError(
+            f"{model} has no chat template, so it cannot take messages: it continues text. "
+            f'Continue one: tk run {shlex.quote(model)} "Once upon a time". TK_CHAT_TEMPLATE names '
+            "a file with a template to use.",
+            param="model",
+        )
