@@ -76,7 +76,24 @@ def itl(p50, p99):
         ({"gpu_power": 690.0, "gpu_power_limit": 700.0},
          "power", "690 W, its limit is 700 W", "--quantization fp8"),
         ({"cpu_cores": {"server": 0.97}}, "front end", "97% of a core", "--api-workers 2"),
-        ({"rejected": 12.0}, "queue", "12 refused in 30 s", "--max-queue"),
+        ({"rejected": {"queue": 12.0, "key": 3.0}},
+         "queue", "12 refused in 30 s: the queue is full", "raise --max-queue"),
+        ({"rejected": {"key": 3.0}}, "queue", "3 refused", "raise --max-requests-per-key"),
+        ({"rejected": {"rate": 3.0}}, "queue", "3 refused", "raise --requests-per-minute"),
+        ({"rejected": {"other": 3.0}}, "queue", "3 refused in 30 s: other", ""),
+        # What the window still has does not matter once the load has ended.
+        ({"running": 0.0, "recent_preemptions": 9.0, "kv_usage": 0.99}, "idle", "no requests", ""),
+        ({"running": 0.0, "gpu_power": 700.0, "gpu_power_limit": 700.0}, "idle", "no requests", ""),
+        ({"running": 0.0, "cpu_cores": {"server": 0.97}}, "idle", "no requests", ""),
+        # Just below each limit:
+        ({"kv_usage": 0.94, "waiting": 9.0, "running": 20.0}, "fine", "20 running", ""),
+        ({"kv_usage": 1.0}, "fine", "64 running", ""),
+        ({"cpu_cores": {"server": 0.89}}, "fine", "64 running", ""),
+        ({"gpu_power": 660.0, "gpu_power_limit": 700.0}, "fine", "64 running", ""),
+        ({"running": 9.0, "waiting": 3.0, "adapters": {"a": (6, 1), "b": (3, 4)}},
+         "fine", "9 running, 3 waiting", ""),
+        ({"mean_prompt_rate": 800.0, "latencies": itl(0.01, 0.2), "largest_steps": 8000.0},
+         "fine", "64 running", ""),
     ],
 )  # fmt: skip
 def test_bottleneck_has_its_evidence_and_its_flag(numbers, kind, evidence, flag):
@@ -84,9 +101,8 @@ def test_bottleneck_has_its_evidence_and_its_flag(numbers, kind, evidence, flag)
     assert found.kind == kind
     assert evidence in found.text
     assert flag in found.advice
-    assert (found.level == 2) == bool(
-        flag.startswith(("--", "raise", "lower")) or kind in ("power", "front end")
-    )
+    assert (found.level == 2) == (kind not in ("idle", "client", "fine"))
+    assert bool(found.advice) == bool(flag)
 
 
 def test_advice_on_a_cpu_is_the_flag_of_its_memory():
@@ -124,7 +140,23 @@ def test_advice_for_a_cache_of_given_size_is_its_flag():
 def test_advice_for_prompts_is_the_prefix_cache_if_it_is_off():
     settings = {"engine": {"cache": {"enable_prefix_caching": False}}}
     numbers = BUSY | {"mean_prompt_rate": 9000.0, "latencies": itl(0.01, 0.2)}
-    assert diagnose(a_server(settings), View(**numbers)).advice == "--enable-prefix-caching"
+    advice = diagnose(a_server(settings), View(**numbers)).advice
+    assert advice == "--enable-prefix-caching, if prompts begin alike"
+
+
+def test_no_advice_is_what_the_server_does_already():
+    settings = SETTINGS | {"engine": {"cache": {"kv_cache_dtype": "fp8"}, "model": {}}}
+    settings["engine"]["model"]["quantization"] = "fp8"
+    server = a_server(settings)
+    cache = diagnose(server, View(**(BUSY | {"recent_preemptions": 3.0})))
+    assert cache.advice == "raise --gpu-memory-utilization"
+    power = diagnose(server, View(**(BUSY | {"gpu_power": 700.0, "gpu_power_limit": 700.0})))
+    assert power.advice == "a higher limit (nvidia-smi -pl)"
+
+
+def test_a_limit_that_is_not_known_is_no_advice():
+    server = a_server({"engine": {}}, ())
+    assert diagnose(server, View(**(BUSY | {"waiting": 9.0}))).advice == ""
 
 
 def test_advice_for_vllm_has_its_flags():

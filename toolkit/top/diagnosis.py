@@ -28,6 +28,12 @@ class Diagnosis:
         return ("good", "warn", "bad")[self.level]
 
 
+REJECTIONS = {
+    "queue": ("the queue is full", "--max-queue"),
+    "key": ("a key has too many open requests", "--max-requests-per-key"),
+    "rate": ("a key sends too many requests", "--requests-per-minute"),
+}
+"""Causes and settings of rejections, by the reason in the metrics."""
 NOTHING = Diagnosis("unknown", 0, "No numbers yet.")
 
 
@@ -80,11 +86,10 @@ def check_rejections(case: ServerCase) -> Diagnosis | None:
     if not case.view.rejected:
         return None
     span = wording.duration(case.view.span)
-    text = (
-        f"{wording.count(case.view.rejected)} refused in {span}: "
-        "the queue is full, or a key is at its limit"
-    )
-    return Diagnosis("queue", 2, text, "--max-queue, --max-requests-per-key")
+    reason, count = max(case.view.rejected.items(), key=lambda one: one[1])
+    why, flag = REJECTIONS.get(reason, (reason, ""))
+    text = f"{wording.count(count)} refused in {span}: {why}"
+    return Diagnosis("queue", 2, text, f"raise {flag}" if flag else "")
 
 
 def check_kv_cache(case: ServerCase) -> Diagnosis | None:
@@ -111,7 +116,8 @@ def advise_cache(case: ServerCase) -> str:
         return "raise --kv-cache-memory, or lower --max-num-seqs"
     is_share = setting(case.server, "kv_cache_memory") is None
     flag = "--gpu-memory-utilization" if is_share else "--kv-cache-memory"
-    return f"raise {flag}, or --kv-cache-dtype fp8"
+    is_small = setting(case.server, "kv_cache_dtype") == "fp8"
+    return f"raise {flag}{'' if is_small else ', or --kv-cache-dtype fp8'}"
 
 
 def check_front_end(case: ServerCase) -> Diagnosis | None:
@@ -140,7 +146,8 @@ def check_queue(case: ServerCase) -> Diagnosis | None:
         f"{wording.count(case.waiting)} waiting{time}, {wording.count(case.running)} running "
         f"(KV cache {wording.percent(case.view.kv_usage, 0)})"
     )
-    return Diagnosis("queue", 2, text, f"raise --max-num-seqs{_current(limit)}, or add a server")
+    advice = "" if limit is None else f"raise --max-num-seqs{_current(limit)}, or add a server"
+    return Diagnosis("queue", 2, text, advice)
 
 
 def check_adapters(case: ServerCase) -> Diagnosis | None:
@@ -171,7 +178,7 @@ def check_prefill(case: ServerCase) -> Diagnosis | None:
     elif case.view.prefix_hit_rate is not None:
         text += f"; {wording.percent(case.view.prefix_hit_rate, 0)} cached"
     if setting(case.server, "enable_prefix_caching") in (False, "False"):
-        return Diagnosis("prefill", 2, text, "--enable-prefix-caching")
+        return Diagnosis("prefill", 2, text, "--enable-prefix-caching, if prompts begin alike")
     if budget is None or largest is None or largest < MOSTLY * budget:
         return None
     text += f"; steps of up to {wording.count(largest)} tokens"
@@ -185,11 +192,15 @@ def check_power(case: ServerCase) -> Diagnosis | None:
     if not power or not limit or power < FULL * limit:
         return None
     text = f"the GPU draws {power:,.0f} W, its limit is {limit:,.0f} W: its clocks are throttled"
-    return Diagnosis("power", 2, text, "--quantization fp8, or a higher limit (nvidia-smi -pl)")
+    raising = "a higher limit (nvidia-smi -pl)"
+    is_quantized = setting(case.server, "quantization") is not None
+    return Diagnosis(
+        "power", 2, text, raising if is_quantized else f"--quantization fp8, or {raising}"
+    )
 
 
 def check_idle(case: ServerCase) -> Diagnosis | None:
-    """Report a server without requests."""
+    """Report a server without requests: what limited earlier ones, no longer matters."""
     if case.running or case.waiting or case.view.finished_rate or case.view.generation_rate:
         return None
     return Diagnosis("idle", 0, "no requests")
@@ -216,13 +227,13 @@ def report_load(case: ServerCase) -> Diagnosis:
 
 RULES: tuple[Callable[[ServerCase], Diagnosis | None], ...] = (
     check_rejections,
+    check_idle,
     check_kv_cache,
     check_front_end,
     check_queue,
     check_adapters,
     check_prefill,
     check_power,
-    check_idle,
     check_client,
     report_load,
 )  # rules, the most important first

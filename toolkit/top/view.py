@@ -31,7 +31,7 @@ class View:
     finished: dict[str, float] = field(default_factory=dict)  # by reason, since the server's start
     adapters: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Requests that run and wait, for each LoRA adapter in memory."""
-    rejected: float | None = None  # over the span
+    rejected: dict[str, float] = field(default_factory=dict)  # by reason, over the span
     prompt_tokens: float | None = None  # mean per request, over the span
     output_tokens: float | None = None
     batch_size: float | None = None  # mean requests per step, over the span
@@ -109,7 +109,7 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
         adapters={
             name: (count, for_adapters.get(name, 0.0)) for name, count in on_adapters.items()
         },
-        rejected=totals.increase("admission_rejections_total"),
+        rejected=totals.increase_of_parts("admission_rejections_total"),
         prompt_tokens=mean(totals.histogram("request_prompt_tokens")),
         output_tokens=mean(totals.histogram("request_generation_tokens")),
         batch_size=requests_per_step(batch, steps, totals.increase("generation_tokens_total")),

@@ -168,7 +168,7 @@ def _cache(view: View, width: int) -> Block:
             "refused",
             [
                 (
-                    f"{wording.short(view.rejected or 0.0):>6}",
+                    f"{wording.short(sum(view.rejected.values())):>6}",
                     "value warn" if view.rejected else "value",
                 )
             ],
@@ -235,7 +235,7 @@ def _finished(view: View, width: int) -> Block:
     rows = sorted(view.finished.items(), key=lambda one: -one[1])[: FACTS_HEIGHT - 1]
     total = sum(view.finished.values())
     return _panel(
-        "Finished",
+        "Since the start",
         width,
         *(
             (name, [(f"{wording.count(n):>9} ", "value"), (wording.percent(n / total), "dim")])

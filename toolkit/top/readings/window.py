@@ -64,6 +64,16 @@ class Windows:
             counts.update(window.new.parts.get(name, {}))
         return dict(counts)
 
+    def increase_of_parts(self, name: str) -> dict[str, float]:
+        """Return the increase of a counter by label, where there is one."""
+        gains: dict[str, float] = {}
+        for window in self.windows:
+            before = window.old.parts.get(name, {}) if window.old is not None else {}
+            for part, value in window.new.parts.get(name, {}).items():
+                gain = max(0.0, value - before.get(part, 0.0))
+                gains[part] = gains.get(part, 0.0) + gain
+        return {part: gain for part, gain in gains.items() if gain}
+
     def cores(self) -> dict[str, float]:
         """Return CPU cores in use by kind of process: the busiest server's of each kind."""
         name = "process_cpu_seconds_total"
