@@ -14,7 +14,7 @@ from toolkit.bench.load.answer_stream import LiveCounts, StreamTimer
 from toolkit.bench.load.http_client import HTTPClient
 from toolkit.bench.load.processes import ClientProcesses
 from toolkit.bench.load.record import RequestRecord
-from toolkit.bench.load.share import choose_num_clients
+from toolkit.bench.load.share import LoadJob, choose_num_clients
 from toolkit.bench.run import measure, resolve_config
 from toolkit.client.wire import RequestFailedError
 from toolkit.config.load import BenchConfig
@@ -54,6 +54,25 @@ class TestProcesses:
             result = (await measure(config(server, num_prompts=8, clients=2))).result
         assert result.max_in_flight == 8
 
+    @pytest.mark.parametrize("clients", [1, 2])
+    @pytest.mark.parametrize(
+        ("metrics", "asks"),
+        [
+            ("vllm:spec_decode_num_draft_tokens_total 7\n", True),
+            ('tk:config_info{speculative_config="ngram"} 1\n', True),
+            ('tk:spec_decode_num_draft_tokens_total 0\ntk:config_info{model="m"} 1\n', False),
+        ],
+    )
+    async def test_events_of_a_server_with_drafts_shall_count_tokens(
+        self, server, clients, metrics, asks
+    ):
+        server.metrics_pages = [metrics] * 2
+        server.tokens_per_chunk, server.running_usage = 2, asks
+        outcome = await measure(config(server, num_prompts=2, clients=clients, num_warmups=0))
+        expected = {"include_usage": True} | ({"continuous_usage_stats": True} if asks else {})
+        assert [body["stream_options"] for body in server.bodies] == [expected] * 2
+        assert outcome.result.has_token_counts == asks
+
     async def test_ctrl_c_stops_all_and_still_reports(self, server):
         server.hold = 7  # so that none of six is answered
         running = measure(config(server, num_prompts=6, clients=2))
@@ -64,7 +83,7 @@ class TestProcesses:
     async def test_terminal_ctrl_c_does_not_reach_them(self, server):
         """Only the parent gets the signal and stops them, even while they still import modules."""
         async with ClientProcesses.started(
-            resolve_config(config(server))[0], "fake", 2
+            LoadJob(resolve_config(config(server))[0], "fake"), 2
         ) as processes:
             groups = {os.getpgid(process.pid) for process in processes._processes}
         assert os.getpgrp() not in groups

@@ -26,7 +26,7 @@ from toolkit.bench.report.document import as_json, request_lines
 from toolkit.bench.report.files import ResultFiles
 from toolkit.bench.report.outcome import Outcome
 from toolkit.bench.report.stats import evaluate
-from toolkit.bench.server_metrics import ServerChange, read_metrics
+from toolkit.bench.server_metrics import ServerChange, has_drafts, read_metrics
 from toolkit.client.wire import RequestFailedError, ServerError
 from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
@@ -130,12 +130,14 @@ async def measure(
         await warm_up(http, config, model)
         clients = choose_num_clients(config, dataset)
         before, version = await read_metrics(http), await read_version(http)
+        # Drafts make events of several tokens.
+        job = LoadJob(config, model, asks_counts=before is not None and has_drafts(before))
         stop = asyncio.Event()
         with on_interrupt(stop.set):
             if clients == 1:
-                results = [await run_one_client(http, config, model, stop)]
+                results = [await run_one_client(http, job, stop)]
             else:
-                results = await run_client_processes(config, model, clients, stop)
+                results = await run_client_processes(job, clients, stop)
             # Inside the block, so that a second Ctrl-C loses nothing.
             after = await read_metrics(http) if before is not None else None
     return Outcome(
@@ -195,23 +197,21 @@ async def warm_up(http: HTTPClient, config: BenchConfig, model: str) -> None:
         raise ServerError(f"All {len(errors)} warm-up requests failed. {cause}: {example}")
 
 
-async def run_one_client(
-    http: HTTPClient, config: BenchConfig, model: str, stop: asyncio.Event
-) -> ClientResult:
+async def run_one_client(http: HTTPClient, job: LoadJob, stop: asyncio.Event) -> ClientResult:
     """Run the load from this process."""
-    share = LoadShare(LoadJob(config, model), http)
+    share = LoadShare(job, http)
     client = share.start(Clock())
-    async with showing_progress(config, lambda: client.counts, client.clock):
+    async with showing_progress(job.config, lambda: client.counts, client.clock):
         return await share.run(stop)
 
 
 async def run_client_processes(
-    config: BenchConfig, model: str, clients: int, stop: asyncio.Event
+    job: LoadJob, clients: int, stop: asyncio.Event
 ) -> list[ClientResult]:
     """Run the load from several client processes."""
     async with (
-        ClientProcesses.started(config, model, clients) as processes,
-        showing_progress(config, lambda: processes.counts, lambda: processes.clock()),
+        ClientProcesses.started(job, clients) as processes,
+        showing_progress(job.config, lambda: processes.counts, lambda: processes.clock()),
     ):
         return await processes.run(stop)
 

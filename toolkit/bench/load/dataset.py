@@ -110,8 +110,10 @@ class PrefixDataset(RandomDataset):
         return np.concatenate((prefix, self._generator.tokens(rng, input_len)))
 
 
-def request(prompt: Prompt, config: BenchConfig, model: str) -> BenchRequest:
-    """Return the request for a prompt."""
+def request(
+    prompt: Prompt, config: BenchConfig, model: str, *, asks_counts: bool = False
+) -> BenchRequest:
+    """Return the request for a prompt. `asks_counts`: every event shall count the tokens so far."""
     max_tokens = prompt.max_tokens if config.output_len is None else config.output_len
     body: dict[str, Any] = {"model": model}
     if not config.is_chat:
@@ -124,7 +126,8 @@ def request(prompt: Prompt, config: BenchConfig, model: str) -> BenchRequest:
         "max_tokens": max_tokens,
         "temperature": 0.0,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True}
+        | ({"continuous_usage_stats": True} if asks_counts else {}),
     }
     if config.ignore_eos:
         body["ignore_eos"] = True

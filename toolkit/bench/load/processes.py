@@ -22,7 +22,6 @@ from toolkit.bench.load.event_loop import event_loop_factory, raise_file_limit
 from toolkit.bench.load.http_client import HTTPClient
 from toolkit.bench.load.record import ClientResult, RequestRecord, Seconds
 from toolkit.bench.load.share import LoadJob, LoadShare
-from toolkit.config.load import BenchConfig
 from toolkit.framing import frame, read_frame
 
 START_DELAY = 0.05
@@ -82,9 +81,7 @@ class ClientProcesses:
 
     @classmethod
     @asynccontextmanager
-    async def started(
-        cls, config: BenchConfig, model: str, clients: int
-    ) -> AsyncIterator[ClientProcesses]:
+    async def started(cls, job: LoadJob, clients: int) -> AsyncIterator[ClientProcesses]:
         """Start the processes and wait until all are ready; kill them at the end of the block."""
         processes: list[Process] = []
         try:
@@ -97,7 +94,8 @@ class ClientProcesses:
                         start_new_session=True,  # only the parent gets Ctrl-C; it sends StopLoad
                     )
                 )
-                _send(processes[-1], LoadJob(config, model, index, clients))
+                own = msgspec.structs.replace(job, index=index, clients=clients)
+                _send(processes[-1], own)
             for process in processes:
                 message = await _receive(process)
                 assert isinstance(message, ClientReady), "a client's first message is ClientReady"

@@ -36,6 +36,7 @@ class LoadJob(msgspec.Struct, tag="job"):
 
     config: BenchConfig
     model: str
+    asks_counts: bool = False  # events may have several tokens, and shall say how many
     index: int = 0
     clients: int = 1
 
@@ -104,7 +105,8 @@ class LoadShare:
         return self._prepared[i] if i < len(self._prepared) else self._build_request(i)
 
     def _build_request(self, i: int) -> BenchRequest:
-        return request(self._dataset.prompt(self._global_number(i)), self.config, self.job.model)
+        prompt = self._dataset.prompt(self._global_number(i))
+        return request(prompt, self.config, self.job.model, asks_counts=self.job.asks_counts)
 
     @property
     def _max_requests(self) -> int | None:

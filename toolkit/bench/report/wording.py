@@ -120,8 +120,8 @@ def problems(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if has_multi_token_chunks(result) and not result.has_token_counts:
         yield (
             "yellow",
-            f"Chunks carried {result.output_tokens / max(result.chunks, 1):.2f} tokens on average, "
-            "but the server does not report how many each. ITL uses the mean of each request.",
+            f"Events carried {result.output_tokens / max(result.chunks, 1):.2f} tokens on average "
+            "and do not say how many each: ITL is the mean of each request.",
         )
     if server is not None and server.was_busy:
         yield "yellow", "The server had other requests when the run began."
