@@ -3,9 +3,12 @@
 Any other exception is a bug and keeps its traceback."""
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
+
+MAX_WORD = 600  # characters of a word in a message, such as a path or a name
 
 
 class ToolkitError(Exception):
@@ -127,9 +130,16 @@ class ModelNotFoundError(ToolkitError):
 
 
 class CheckpointError(ToolkitError):
-    """A model folder with missing, truncated, corrupt or unsupported files."""
+    """A model folder with missing, truncated, corrupt or unsupported files.
+
+    The message is one line: names in files may have anything, and any length."""
 
     type = "checkpoint_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        from toolkit.logs import escape_line  # whose dependency this module does not need
+
+        super().__init__(_shortened(escape_line(message)), param=param, code=code)
 
 
 class OutOfMemoryError(ToolkitError):
@@ -173,10 +183,21 @@ class RequestTimeoutError(EngineError):
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return the known names similar to `name`, best first, else the few that begin with it."""
+    if len(name) > MAX_WORD:
+        return []
     names = list(known)
     longer = [one for one in names if one.startswith(name)]
     close = difflib.get_close_matches(name, names, n=count, cutoff=0.75)
     return close or (longer if len(longer) <= count else [])
+
+
+def _shortened(message: str) -> str:
+    """Return the message with words of at most MAX_WORD characters."""
+    return re.sub(
+        rf"\S{{{MAX_WORD},}}",
+        lambda found: f"{found[0][: MAX_WORD - 50]}...{found[0][-40:]}",
+        message,
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

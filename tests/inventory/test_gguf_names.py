@@ -16,6 +16,7 @@ from tests.models.architectures import ARCHITECTURES
 from toolkit.errors import CheckpointError
 from toolkit.gguf.names import choose, labels, models_in
 from toolkit.hub import locate
+from toolkit.inventory.checkpoint import read_folder
 from toolkit.serving.checks import default_name
 
 FILES = [
@@ -78,6 +79,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gguf_models.write_model(folder / "Tiny.Q8_0.gguf", model, "llama", quantized=True, **more)
     (folder / "mmproj-Tiny.gguf").write_bytes(b"GGUF")
     return folder
+
+
+@pytest.mark.parametrize(("file_type", "expected"), [(15, "Q4_K_M"), (7, "Q8_0"), (99, "Q8_0")])
+def test_type_of_a_file_is_its_mixture(tmp_path, file_type, expected):
+    """Most numbers of a small Q4_K_M are those of its Q8_0 embeddings."""
+    model = checkpoints.make_model("Llama", ARCHITECTURES["llama2-mha"][1] | {"hidden_size": 64})
+    more = {"general__file_type": file_type}
+    file = gguf_models.write_model(tmp_path / "m.gguf", model, "llama", quantized=True, **more)
+    assert read_folder(file, "m").stored_type == expected
 
 
 def test_folder_with_one_model_is_that_model(tiny, tmp_path):

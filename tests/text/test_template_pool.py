@@ -26,6 +26,7 @@ CONVERSATION = [
 SLOW = "{{ range(99999)" + "|map('string')|map('upper')" * 20 + "|list|length }}"
 ENDLESS = SLOW * 30
 HUGE = "{{ 'x' * 10 ** 12 }}"
+INDENTED = "{{ ('a\n' * 10 ** 6) | indent(2000) }}"
 FAST = "{{ messages[0].content }}"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -110,7 +111,10 @@ async def test_wrong_template_is_refused_with_its_problem(
 
 @pytest.mark.parametrize(
     ("template", "problem"),
-    [(ENDLESS, r"longer than 0.3 seconds"), (HUGE, "1024 MiB of memory")],
+    [
+        (ENDLESS, r"longer than 0.3 seconds"),
+        (HUGE, "512 MiB of memory"),
+    ],
     ids=["time", "memory"],
 )
 async def test_process_beyond_a_limit_is_replaced(
@@ -119,6 +123,13 @@ async def test_process_beyond_a_limit_is_replaced(
     assert problem in await refusal(pool, template)
     assert not processes()
     assert await pool.render(FAST, {}, HELLO) == "hello"
+
+
+async def test_memory_of_a_filter_is_bounded(
+    pool: TemplatePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_pool, "MAX_SECONDS", 60.0)
+    assert "512 MiB of memory" in await refusal(pool, INDENTED)
 
 
 async def test_other_templates_do_not_wait_for_a_slow_one(pool: TemplatePool) -> None:

@@ -96,6 +96,33 @@ _OTHER_TYPES = {
 }
 
 
+_MIXTURES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    21: "Q2_K_S",
+    25: "IQ4_NL",
+    30: "IQ4_XS",
+    32: "BF16",
+    38: "MXFP4_MOE",
+}
+"""Names of `general.file_type`, as in the names of files (llama.cpp, include/llama.h): most tensors
+of a Q4_K_M are Q4_K, and the largest ones may be Q6_K or Q8_0."""
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     """A tensor in a GGUF file."""
@@ -150,6 +177,11 @@ class GGUF:
         ):
             _fail(self.files[0], f"has {key} {value!r:.60}, which has the wrong type")
         return value
+
+    @property
+    def mixture(self) -> str | None:
+        """Name of the mixture of types, such as Q4_K_M; None if the file does not say."""
+        return _MIXTURES.get(self.get("general.file_type", int, -1))
 
 
 def read_gguf(path: Path) -> GGUF:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from toolkit.files import read_text
 from toolkit.gguf.config import read_config
 from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.tokenizer import generation_config, tokenizer_config
@@ -34,7 +35,7 @@ def read_file(folder: Path, name: str) -> str | None:
     if is_gguf(folder):
         return made_file(read_gguf(folder), name) if name in MADE_FILES else None
     path = folder / name
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    return read_text(path) if path.is_file() else None
 
 
 def made_file(model: GGUF, name: str) -> str:

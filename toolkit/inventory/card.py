@@ -1,6 +1,5 @@
 """`tk show`: describe a model."""
 
-import json
 import re
 from collections import Counter
 from importlib import import_module
@@ -8,6 +7,7 @@ from typing import Any
 
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError
+from toolkit.files import parse_json, read_text
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.console import print_facts, print_json
@@ -59,13 +59,17 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def chat_template(checkpoint: Checkpoint) -> str | None:
-    """Return the model's chat template, or the one named default if it has several."""
+    """Return the model's chat template: of several the one named default, else the first."""
     own = checkpoint.read("chat_template.jinja")
     if own:
         return own
     named = _json(checkpoint.read("tokenizer_config.json")).get("chat_template")
     if isinstance(named, list):
-        named = next((one.get("template") for one in named if one.get("name") == "default"), None)
+        several = {one.get("name"): one.get("template") for one in named if isinstance(one, dict)}
+        named = several.get("default", next(iter(several.values()), None))
+    if named is None and checkpoint.folder is not None:
+        files = (checkpoint.folder / "additional_chat_templates").glob("*.jinja")
+        named = next((read_text(file, errors="replace") for file in sorted(files)), None)
     return named if isinstance(named, str) else None
 
 
@@ -130,7 +134,7 @@ def sampling(checkpoint: Checkpoint) -> str:
     from toolkit.sampling.params import default_sampling, describe_sampling
 
     try:
-        found = default_sampling(json.loads(checkpoint.read("generation_config.json") or "{}"))
+        found = default_sampling(parse_json(checkpoint.read("generation_config.json") or "{}"))
     except (ValueError, TypeError, AttributeError) as error:
         return f"generation_config.json cannot be used: {error}"
     return describe_sampling(found)
@@ -216,7 +220,7 @@ def _fit(checkpoint: Checkpoint) -> str:
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        content = json.loads(text or "{}")
+        content = parse_json(text or "{}")
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError, PluginError
+from toolkit.files import parse_json, read_json, read_text
 from toolkit.gguf.config import named_tensors
 from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.folder import MADE_FILES, is_gguf, made_file
@@ -69,6 +70,7 @@ class Checkpoint:
     folder: Path | None = None  # None: only on the hub
     read: Callable[[str], str] = field(default=lambda name: "", repr=False, compare=False)
     """Returns the text of a file, empty if there is none of that name."""
+    mixture: str | None = None  # of a GGUF file's types, such as Q4_K_M
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> "Checkpoint":
         """Return the checkpoint with some fields of config.json replaced."""
@@ -146,7 +148,9 @@ class Checkpoint:
 
     @property
     def stored_type(self) -> str | None:
-        """Data type of most of the weights."""
+        """Data type of most of the weights, or the mixture of types of a GGUF file."""
+        if self.mixture is not None:
+            return TYPES.get(self.mixture, self.mixture)
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
@@ -261,19 +265,20 @@ def gguf_checkpoint(
         for one in named_tensors(model)
     )
     raw = json.loads(made_file(model, "config.json"))
+    # Headers of a file on the hub are not kept.
+    texts = {file: made_file(model, file) for file in MADE_FILES} if folder is None else None
 
     def read(file: str) -> str:
+        if texts is not None:
+            return texts.get(file, "")
         return made_file(model, file) if file in MADE_FILES else ""
 
-    if folder is None:  # the headers are not kept
-        texts = {file: read(file) for file in MADE_FILES}
-        return Checkpoint(name, raw, files, tensors, read=lambda file: texts.get(file, ""))
-    return Checkpoint(name, raw, files, tensors, folder, read)
+    return Checkpoint(name, raw, files, tensors, folder, read, model.mixture)
 
 
 def _read_text(folder: Path, name: str) -> str:
     try:
-        return (folder / name).read_text(errors="replace")
+        return read_text(folder / name, errors="replace")
     except OSError:
         return ""
 
@@ -285,7 +290,7 @@ def _weight_files(folder: Path, names: Iterable[str]) -> list[str]:
     if not index.is_file():
         return ["model.safetensors"] if "model.safetensors" in found else found
     try:
-        listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        listed = sorted(set(read_json(index)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}") from None
     absent = [name for name in listed if name not in found]
@@ -306,7 +311,7 @@ def read_header(file: Path) -> list[Tensor]:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             size = file.stat().st_size
-            header = json.loads(stream.read(length)) if length <= size - 8 else {}
+            header = parse_json(stream.read(length)) if length <= size - 8 else {}
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         tensors = [

@@ -1,6 +1,5 @@
 """Find models: the demo model, folders, the hub's cache, and the hub."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from toolkit import hub
 from toolkit.config.engine import DEMO
 from toolkit.errors import CheckpointError
+from toolkit.files import read_json
 from toolkit.gguf.names import labels, models_in, split_name
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
 from toolkit.inventory.remote_gguf import read_remote
@@ -96,9 +96,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
                 name, revision, f"{name}:{labels(models_in(files))[gguf]}", gguf, files
             )
         try:
-            raw = json.loads(
-                Path(hf_hub_download(name, "config.json", revision=revision)).read_text()
-            )
+            raw = read_json(Path(hf_hub_download(name, "config.json", revision=revision)))
         except EntryNotFoundError:
             raise CheckpointError(f"{name} has no config.json: tk cannot run this model.") from None
 
@@ -128,7 +126,7 @@ def _read_adapter(name: str, folder: Path) -> LocalModel:
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     base, problem = "?", None
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
+        config = read_json(folder / CONFIG)
         base = str(config["base_model_name_or_path"] or "?")
     except (OSError, ValueError):
         problem = f"{CONFIG} cannot be read"

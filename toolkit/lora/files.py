@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.files import open_file
 from toolkit.sequence import Adapter
 
 LEAST_MAX_RANK = 16  # that adapters may have without --max-lora-rank
@@ -55,13 +56,7 @@ def find_adapter(name: str, folder: Path) -> Adapter:
 
 def read_file(path: Path, most: int) -> memoryview:
     """Return the content of a regular file of at most `most` bytes. Raises OSError."""
-    # Without O_NONBLOCK, opening a pipe waits for its other end.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError("it is not a regular file")
-        if found.st_size > most:
-            raise OSError(f"it has {found.st_size} bytes, more than {most}")
+    with open_file(path, most) as file:
         # Other threads run meanwhile, unlike during a bytearray's start, which fills it with zeros.
-        content = np.empty(found.st_size, np.uint8).data
-        return content[: file.readinto(content)]
+        content = np.empty(os.fstat(file.fileno()).st_size, np.uint8).data
+        return content[: file.readinto(content)]  # type: ignore[attr-defined]

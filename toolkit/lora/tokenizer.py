@@ -105,7 +105,7 @@ def _is_same(one: Path, other: Path, read: Callable[[bytes], Any]) -> bool:
         return False
     try:
         return bool(read(first) == read(second))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
 
 

@@ -4,13 +4,13 @@ A sentence-transformers folder lists its modules in modules.json: Transformer, P
 optionally Dense and Normalize, each with its own subfolder
 (https://sbert.net/docs/sentence_transformer/usage/custom_models.html)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from toolkit.errors import CheckpointError
+from toolkit.files import read_json
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "lasttoken")
 """Pooling modes. A model with several concatenates their results."""
@@ -85,7 +85,7 @@ def _read_modules(folder: Path) -> PoolingConfig:
     modes: tuple[str, ...] = ()
     dense: list[Dense] = []
     normalize = False
-    for module in json.loads((folder / "modules.json").read_text()):
+    for module in read_json(folder / "modules.json"):
         kind, path = module["type"].rpartition(".")[2], module["path"]
         if path.startswith("/") or ".." in Path(path).parts:
             raise CheckpointError(
@@ -110,7 +110,7 @@ def _read_modules(folder: Path) -> PoolingConfig:
 
 
 def _modes(folder: Path) -> tuple[str, ...]:
-    raw = json.loads((folder / "config.json").read_text())
+    raw = read_json(folder / "config.json")
     named = raw.get("pooling_mode") or [mode for key, mode in _OLD_NAMES.items() if raw.get(key)]
     modes = [named] if isinstance(named, str) else named or ["mean"]
     unknown = [mode for mode in modes if mode not in MODES]
@@ -123,7 +123,7 @@ def _modes(folder: Path) -> tuple[str, ...]:
 
 
 def _dense(folder: Path, path: str) -> Dense:
-    raw = json.loads((folder / path / "config.json").read_text())
+    raw = read_json(folder / path / "config.json")
     activation = raw.get("activation_function", "Tanh").rpartition(".")[2]
     return Dense(path, raw["in_features"], raw["out_features"], raw.get("bias", True), activation)
 
@@ -138,5 +138,5 @@ def _max_seq_length(folder: Path) -> int | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    content: dict[str, Any] = read_json(path) if path.is_file() else {}
     return content

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ConfigError
+from toolkit.files import read_text
 from toolkit.text.template_sandbox import compile_template, run
 
 _END_MARKER = "END_OF_THE_TEXT_TO_CONTINUE "
 """Letters, which no filter escapes, and a space, which is missing if the template strips text."""
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Templates read the first; those of gpt-oss read the second."""
+
+MAX_TEMPLATE = 512 * 2**10
+"""Characters of a chat template. The longest known has 40,000; compiling a longer one could take
+minutes and gigabytes."""
 
 Message = dict[str, Any]
 
@@ -140,7 +145,7 @@ def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, 
     if (folder / "chat_template.jinja").is_file():
         files.setdefault("default", folder / "chat_template.jinja")
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return _of_bounded_size({name: read_text(path) for name, path in files.items()})
     return templates_by_name(tokenizer_config.get("chat_template"))
 
 
@@ -153,6 +158,13 @@ def templates_by_name(value: Any) -> dict[str, str]:
     templates = value if isinstance(value, dict) else {"default": value}
     if not all(isinstance(template, str) for template in templates.values()):
         raise TypeError("a chat template must be a text")
+    return _of_bounded_size(templates)
+
+
+def _of_bounded_size(templates: dict[str, str]) -> dict[str, str]:
+    size = max(map(len, templates.values()))
+    if size > MAX_TEMPLATE:
+        raise ValueError(f"its chat template has {size} characters, more than {MAX_TEMPLATE}")
     return templates
 
 
@@ -165,7 +177,7 @@ def load_template(file_or_source: str) -> str:
     source = file_or_source
     if "{" not in file_or_source:
         try:
-            source = Path(file_or_source).read_text(encoding="utf-8")
+            source = read_text(Path(file_or_source), MAX_TEMPLATE)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"--chat-template takes a file or a template; {file_or_source!r} cannot be read: "

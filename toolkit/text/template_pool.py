@@ -16,7 +16,7 @@ from toolkit.framing import frame, read_frame
 
 MAX_PROCESSES = 4
 MAX_SECONDS = 2.0  # A conversation of a million tokens takes a fraction of a second
-MAX_BYTES = 2**30  # address space of a process
+MAX_BYTES = 2**29  # address space of a process
 
 _ENVIRONMENT = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 """Variables that Python needs. Others may be secrets."""

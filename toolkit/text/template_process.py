@@ -53,7 +53,8 @@ def _render(job: bytes) -> bytes:
         raise
     except Exception as error:  # expressions raise any type
         answer = {"problem": describe(error)}
-    return json.dumps(answer).encode()
+    # Escapes would take twelve bytes for a character of four.
+    return json.dumps(answer, ensure_ascii=False).encode(errors="surrogatepass")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from toolkit.errors import CheckpointError, InvalidRequestError
+from toolkit.files import parse_json
 from toolkit.gguf.file import read_gguf
 from toolkit.gguf.folder import is_gguf, read_file
 from toolkit.gguf.tokenizer import has_tokenizer
@@ -367,14 +370,24 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     A chat template in harmony adds harmony's: GGUF files name one of them."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = json.loads(read_file(folder, name) or "{}").get("eos_token_id")
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+        value = _eos_in(folder, name)
+        found += value if isinstance(value, list) else [] if value is None else [value]
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     if tokenizer is not None and is_harmony(tokenizer.chat_template_text):
         ends = [tokenizer.encode(end, add_special_tokens=False) for end in ANSWER_ENDS]
         found += [ids[0] for ids in ends if len(ids) == 1]
     return sorted(set(found))
+
+
+def _eos_in(folder: Path, name: str) -> int | list[int] | None:
+    """Return a file's `eos_token_id`. Raises CheckpointError if it is anything else."""
+    try:
+        given = parse_json(read_file(folder, name) or "{}").get("eos_token_id")
+        return msgspec.convert(given, int | list[int] | None)
+    except (OSError, ValueError, AttributeError) as error:
+        problem = f"eos_token_id: {error}" if isinstance(error, msgspec.DecodeError) else error
+        raise CheckpointError(f"{folder / name} cannot be used: {problem}.") from None
 
 
 def _texts_in(value: Any) -> Iterator[str]:

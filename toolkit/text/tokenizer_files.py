@@ -13,17 +13,21 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from toolkit.errors import InvalidRequestError
+from toolkit.files import read_json
 from toolkit.gguf.file import read_gguf
 from toolkit.gguf.folder import is_gguf
 from toolkit.gguf.tokenizer import build_tokenizer, tokenizer_config
 from toolkit.text.chat_template import read_templates, templates_by_name
+from toolkit.text.growth import check_growth
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
+_Ids = TypeVar("_Ids")
 _TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -85,6 +89,7 @@ def _read_json(folder: Path, path: Path) -> TokenizerFiles:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(path))
+    check_growth(_description(backend.normalizer))
     backend.no_truncation()
     backend.no_padding()
     config = _json(folder / "tokenizer_config.json")
@@ -104,10 +109,12 @@ def _describe_backend(backend: Backend, folder: Path, config: dict[str, Any]) ->
     eos = named.get("eos_token")
     return TokenizerFiles(
         # A batch of one releases the GIL; `encode` does not.
-        encode=lambda text, special: (
-            backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        encode=_without_panic(
+            lambda text, special: (
+                backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            )
         ),
-        encode_texts=lambda texts, limit: _encode_texts(backend, texts, limit),
+        encode_texts=_without_panic(lambda texts, limit: _encode_texts(backend, texts, limit)),
         token=backend.id_to_token,
         size=backend.get_vocab_size(with_added_tokens=True),
         special_tokens={name: _content(token) for name, token in named.items()},
@@ -142,6 +149,22 @@ def _read_with_transformers(folder: Path) -> TokenizerFiles:
         decoder=_description(getattr(backend, "decoder", None)),
         templates=templates_by_name(getattr(tokenizer, "chat_template", None)),
     )
+
+
+def _without_panic(encode: Callable[[Any, Any], _Ids]) -> Callable[[Any, Any], _Ids]:
+    """Let `encode` raise InvalidRequestError for a text on which a regular expression gives up.
+
+    The library panics, with a class that no `except Exception` catches and nothing exports."""
+
+    def checked(text: Any, option: Any) -> _Ids:
+        try:
+            return encode(text, option)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidRequestError(f"The tokenizer cannot read this text: {error}") from None
+
+    return checked
 
 
 def _encode_texts(
@@ -316,7 +339,7 @@ def _id(backend: Backend, token: AddedToken | str) -> Any:
 
 def _json(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if there is no such file."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    content: dict[str, Any] = read_json(path) if path.is_file() else {}
     return content
 
 

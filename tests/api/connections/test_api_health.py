@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import pytest
 
 from tests.server import WAIT, Client, Server, until
 from toolkit.engine.cores import replica
+from toolkit.worker.worker import Worker
 
 PROBES = ("/livez", "/readyz", "/health")
 UNHEALTHY = {"/livez": 200, "/readyz": 503, "/health": 503}
@@ -119,21 +119,19 @@ def test_an_engine_whose_steps_all_fail_is_unhealthy(own: Server) -> None:
     until(lambda: statuses(own) == dict.fromkeys(PROBES, 200))
 
 
-def test_a_model_with_nan_weights_is_unhealthy(
-    start_local: Callable[..., Server], model: Path
+def test_a_model_whose_weights_become_nan_is_unhealthy(
+    start_local: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps raise nothing and return no token."""
-    from safetensors.torch import load_file, save_file
+    server = start_local()
+    execute = Worker.execute
 
-    ruined = model.parent / "ruined"
-    shutil.copytree(model, ruined)
-    weights = load_file(ruined / "model.safetensors")
-    save_file(
-        {n: w * float("nan") for n, w in weights.items()},
-        ruined / "model.safetensors",
-        {"format": "pt"},
-    )
-    server = start_local(model=ruined)
+    def ruin(worker: Worker, step: object) -> object:
+        for weights in worker.runner.model.parameters():
+            weights.data.fill_(float("nan"))
+        return execute(worker, step)
+
+    monkeypatch.setattr(Worker, "execute", ruin)
     Client(server, 3, stream=False).finish()
     assert statuses(server) == UNHEALTHY
     assert "not finite" in server.http.get("/health").json()["error"]["message"]

@@ -39,7 +39,7 @@ from toolkit.engine.messages import (
     Stop,
     ToCore,
 )
-from toolkit.errors import ToolkitError, WorkersLostError
+from toolkit.errors import CheckpointError, ToolkitError, WorkersLostError
 from toolkit.hardware.parent import exit_with_parent
 from toolkit.hub import locate_tokenizer
 from toolkit.imports import without_collection
@@ -104,6 +104,7 @@ class CoreProcess:
         self._core = EngineCore(
             start.config, executor, lambda: load_tokenizer(tokenizer_folder(start))
         )
+        self._require_a_step(start.folder)
         gc.collect()
         gc.freeze()  # exempts permanent objects from garbage collection
         self._send(Ready(executor.info))
@@ -187,6 +188,20 @@ class CoreProcess:
                 for i in range(request.num_sequences)
             ]
             self._send(EngineOutputs(failed), request.client)
+
+    def _require_a_step(self, folder: str) -> None:
+        """Raise CheckpointError if a step for one token fails: every later one would, too."""
+        self._probe_step(CANARY)
+        while self._core.has_work:
+            self._core.launch()
+            self._core.collect()
+        self._probing_clients.clear()
+        self._core.remove_client(CANARY)
+        if self._core.failure is not None:
+            raise CheckpointError(
+                f"{folder} cannot be served: its first step fails: {self._core.failure}. Fetch or "
+                "copy its weights again. If --dtype is float16, try bfloat16 or float32."
+            )
 
     def _probe_step(self, client: int) -> None:
         """Report to the client after the next step. Without work, add a one-token request."""

@@ -1,6 +1,5 @@
 """Turn prompts and parameters into requests: tokenize, check, resolve defaults."""
 
-import json
 import sys
 import uuid
 from collections.abc import Collection, Mapping
@@ -11,6 +10,7 @@ import msgspec
 
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, ContextLengthError, InvalidRequestError
+from toolkit.files import parse_json
 from toolkit.gguf.folder import read_file
 from toolkit.sampling.logits_processors import check_arguments
 from toolkit.sampling.params import SamplingParams, default_sampling
@@ -252,7 +252,7 @@ def load_default_sampling(folder: Path) -> dict[str, Any]:
     `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range."""
     path = folder / "generation_config.json"
     try:
-        return default_sampling(json.loads(read_file(folder, path.name) or "{}"))
+        return default_sampling(parse_json(read_file(folder, path.name) or "{}"))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None
 

@@ -14,7 +14,7 @@ from toolkit.models.describe import Decoder, Encoder, External, Rope
 from toolkit.weights.formats import Packings
 from toolkit.weights.layout import on_device
 
-Size = Annotated[int, msgspec.Meta(ge=1)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class ArchitectureConfig(msgspec.Struct, kw_only=True):

@@ -1,11 +1,11 @@
 """Read config.json, with the fields that a user overrides. Imports no torch."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError
+from toolkit.files import parse_json
 from toolkit.gguf.folder import is_gguf, read_file
 from toolkit.weights.formats import QUANTIZATION_FIELDS
 
@@ -27,7 +27,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> di
         text = read_file(folder, "config.json")
         if text is None:
             raise OSError("there is no such file")
-        raw = json.loads(text)
+        raw = parse_json(text)
         if not isinstance(raw, dict):
             raise ValueError("it is not a JSON object")
         add_quantization(raw, lambda name: read_file(folder, name))
@@ -45,7 +45,7 @@ def add_quantization(raw: dict[str, Any], read: Callable[[str], str | None]) -> 
         return
     for name, method in QUANTIZATION_FILES.items():
         if text := read(name):
-            given = json.loads(text)
+            given = parse_json(text)
             if not isinstance(given, dict):
                 raise ValueError(f"{name} is not a JSON object")
             raw["quantization_config"] = {"quant_method": method, **given}

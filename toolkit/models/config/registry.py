@@ -28,6 +28,11 @@ from toolkit.models.fallback.config import (
 )
 from toolkit.plugins import Group, Plugin
 
+MAX_LAYER_EXPERTS = 2**18
+"""Most experts in all layers; the largest models have 30,000."""
+_LAYERS = re.compile(r"(n|num)_(\w+_)?layers?")
+_EXPERTS = re.compile(r"(\w+_)?(n|num)_(\w+_)?experts")
+
 
 class Architecture(Protocol):
     """A module of `models.architectures`, or of a plug-in."""
@@ -89,12 +94,24 @@ def _find_problem(raw: dict[str, Any]) -> str | None:
     return None
 
 
+def _find_excess(raw: dict[str, Any]) -> str | None:
+    """Return which numbers of layers and experts no memory could describe, or None."""
+    layers, experts = (
+        {name: n for name, n in raw.items() if kind.fullmatch(name) and isinstance(n, int)}
+        for kind in (_LAYERS, _EXPERTS)
+    )
+    if max(layers.values(), default=1) * max(1, *experts.values(), 1) <= MAX_LAYER_EXPERTS:
+        return None
+    listed = " and ".join(f"{name} {n}" for name, n in {**layers, **experts}.items())
+    return f"it has {listed}: more than any model has"
+
+
 def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureConfig:
     """Parse the content of a config.json.
 
     Raises ValueError for a value of the wrong type, a contradiction, an unsupported feature, or an
     unknown field that may change what the model computes."""
-    problem = find_problem(raw, model_impl)
+    problem = find_problem(raw, model_impl) or _find_excess(raw)
     if problem is not None:
         raise ValueError(problem)
     if _find_problem(raw) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from toolkit.errors import CheckpointError, did_you_mean
+from toolkit.files import read_json
 from toolkit.gguf.folder import is_gguf
 from toolkit.weights.gguf import reader as gguf
 from toolkit.weights.loading.collected import CollectedSlot
@@ -231,7 +231,11 @@ def _weight_files(folder: Path, stem: str, suffix: str) -> list[Path]:
     return (
         [single]
         if single.is_file()
-        else sorted(folder.glob(f"{stem if suffix == 'bin' else ''}*.{suffix}"))
+        else sorted(
+            file
+            for file in folder.glob(f"{stem if suffix == 'bin' else ''}*.{suffix}")
+            if file.is_file()
+        )
     )
 
 
@@ -239,20 +243,19 @@ def _indexed_files(index: Path) -> list[Path]:
     """Return an index's files, sorted. Raises CheckpointError if one is missing or outside."""
     folder = index.parent
     try:
-        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
+        names: set[str] = set(read_json(index)["weight_map"].values())
         outside = sorted(name for name in names if Path(name).name != name)
+        absent = sorted(name for name in names if not (folder / name).is_file())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}") from None
     if outside:
         raise CheckpointError(f"{index} lists {outside[0]}, which is outside its folder.")
-    files = [folder / name for name in sorted(names)]
-    absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise CheckpointError(
-            f"{folder} lacks {len(absent)} of the {len(files)} files that {index.name} lists: "
+            f"{folder} lacks {len(absent)} of the {len(names)} files that {index.name} lists: "
             f"{', '.join(absent[:3])}."
         )
-    return files
+    return [folder / name for name in sorted(names)]
 
 
 def _pickled_files(folder: Path, load_format: str) -> list[Path]:
@@ -267,9 +270,10 @@ def _pickled_files(folder: Path, load_format: str) -> list[Path]:
 def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
     try:
         # Files from before PyTorch 1.6 are not zip archives and cannot be memory-mapped.
-        tensors = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
+        is_zip = zipfile.is_zipfile(file)
+        if is_zip and any(one.compress_type for one in zipfile.ZipFile(file).infolist()):
+            raise ValueError("it is compressed, which PyTorch's files are not")
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # torch and pickle raise many types for invalid bytes
         text = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
