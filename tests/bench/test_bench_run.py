@@ -100,7 +100,7 @@ async def test_chunks_of_unknown_size_are_reported(server):
     assert outcome.result.output_tokens == 36
     assert found.itl.mean.value == pytest.approx(found.chunk_gap.mean.value / 4)
     assert "chunk gap" in table(outcome)
-    assert "Chunks carried 4.00 tokens" in table(outcome)
+    assert "Events carried 4.00 tokens on average" in table(outcome)
 
 
 async def test_without_usage_chunks_count_as_tokens(server):

@@ -28,7 +28,7 @@ from toolkit.inventory.step_memory import CUDA_RUNTIME, GRAPH_LAYER_BYTES
 from toolkit.kernels import cpu
 from toolkit.lora.adapters import Adapters
 from toolkit.models.build import build_model, load_config
-from toolkit.worker.kv_cache import cache_layout
+from toolkit.models.memory import MemoryLayout
 from toolkit.worker.worker import Worker
 from tools.bench.models import CONFIGS
 
@@ -274,9 +274,8 @@ def test_pipeline_parallel_estimate_is_for_the_tightest_stage(
                 dtype=torch.float32,
                 max_model_len=1,
             )
-        stages.append(
-            (sum(p.nbytes for p in sketch.parameters()), cache_layout(sketch, 16).block_bytes(4))
-        )
+        weights = sum(p.nbytes for p in sketch.parameters())
+        stages.append((weights, MemoryLayout.of(sketch.memory, 16, 4, 4).block_bytes))
     assert (result.weights, result.block_bytes) in stages
     num_blocks = [(result.device.free - weights) // block for weights, block in stages]
     assert num_blocks[stages.index((result.weights, result.block_bytes))] == min(num_blocks)

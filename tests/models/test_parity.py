@@ -67,7 +67,7 @@ def test_decode_steps_are_recorded_on_a_cpu(case, llm):
 
 def test_few_layers_launch_the_kernels_of_all(case, llm):
     model = engines.model(llm)
-    kinds = {(one.shape, one.transform.rope is None) for one in model.attention_layers()}
+    kinds = {(one.shape, one.transform.rope is None) for one in model.keepers()}
     with model.with_few_layers():
         steps = [step for layer in model._layers() for step in layer]
     few = [mix.attn for step in steps for mix in step.mixes if hasattr(mix, "attn")]

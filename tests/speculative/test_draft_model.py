@@ -25,7 +25,8 @@ from toolkit.config.engine import MEMORY_VARIABLE
 from toolkit.errors import ConfigError, ModelNotFoundError, OutOfMemoryError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import read_folder
-from toolkit.inventory.estimate import DrafterShape, estimate
+from toolkit.inventory.drafters import drafter_of
+from toolkit.inventory.estimate import estimate
 from toolkit.scheduler.speculation import StepCosts, StepTimes
 from toolkit.speculative.draft_model import DraftModel
 from toolkit.worker.startup.warm_up import WarmUp
@@ -256,8 +257,8 @@ def test_dry_run_counts_the_drafter(target_folder: Path, other_folder: Path):
         config = EngineConfig.from_settings(
             {"device": "cpu", "dtype": "float32", "speculative_config": given} | settings
         )
-        target, drafter = (read_folder(one, one.name) for one in (target_folder, other_folder))
-        result = estimate(target, config, find_device("cpu"), DrafterShape.of(drafter, 3))
+        target = read_folder(target_folder, "target")
+        result = estimate(target, config, find_device("cpu"), drafter_of(target, config))
         with few_measured_steps():
             info = Worker(config, target_folder).start(lambda phase, seconds: None)
         assert (result.num_blocks, result.cache) == (info.num_blocks, info.cache_bytes)

@@ -16,7 +16,7 @@ from tests.speculative.test_eagle import LAYERS, eagle3_tensors, eagle_tensors, 
 from toolkit import LLM
 from toolkit.config import EngineConfig
 from toolkit.inventory.checkpoint import read_folder
-from toolkit.inventory.dry_run import drafter_of
+from toolkit.inventory.drafters import drafter_of
 from toolkit.inventory.step_memory import StepMemory
 from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.startup.warm_up import WarmUp
@@ -53,7 +53,7 @@ def step_memory(model: Path, speculation: dict[str, object]) -> StepMemory:
         on_gpu=True,
         max_model_len=LIMITS["max_model_len"],
         num_layers=LAYERS,
-        drafting=None if drafter is None else drafter.drafting,
+        drafting=drafter,
     )
 
 

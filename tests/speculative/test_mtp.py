@@ -28,7 +28,7 @@ from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import read_folder
-from toolkit.inventory.dry_run import drafter_of
+from toolkit.inventory.drafters import drafter_of
 from toolkit.inventory.estimate import estimate
 from toolkit.worker.worker import Worker
 

@@ -182,7 +182,7 @@ def make_rank(tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) ->
     """Return this rank's experts of a layer, filled."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": SIZE, "num_local_experts": EXPERTS}
     config = Config(architectures=["GptOssForCausalLM"], num_hidden_layers=1, **sizes)
-    (experts,) = describe(config).experts
+    (experts,) = [mix for mix in describe(config).mixes if isinstance(mix, Experts)]
     assert isinstance(experts, Experts)
     sources = [Projections(*experts.expert(i)) for i in range(EXPERTS)]
     packings = read_packings({"quantization_config": QUANTIZATION}, {})

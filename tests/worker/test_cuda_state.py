@@ -193,7 +193,8 @@ def test_warm_up_compiles_all_kinds_of_steps(checkpoint, triton_runs, monkeypatc
     llm = LLM(str(checkpoint("qwen3")), device="cpu", attention_backend=backend, **settings)
     worker = engines.worker(llm)
     sizes = []
-    attend = worker.runner.backend.forward
+    backend_of = worker.runner.model.keepers()[0].backend
+    attend = backend_of.forward
 
     def forward(qkv, k_cache, v_cache, batch, *rest):
         sizes.append((len(qkv), batch.max_query_len))
@@ -202,7 +203,7 @@ def test_warm_up_compiles_all_kinds_of_steps(checkpoint, triton_runs, monkeypatc
     def rehearse(shapes):
         sizes.extend((shape.num_tokens, shape.max_query_len) for shape in shapes)
 
-    monkeypatch.setattr(worker.runner.backend, "forward", forward)
+    monkeypatch.setattr(backend_of, "forward", forward)
     monkeypatch.setattr(worker.runner, "rehearse", rehearse)
     WarmUp(worker.runner, worker.info, 3).compile(kernels, 2)
     assert {(1, 1), (2, 1), (3, 1)} <= set(sizes), "decode steps"

@@ -135,10 +135,10 @@ def test_nested_phases_count_separately(monkeypatch):
 
 def test_the_weights_phase_on_a_cpu_ends_when_they_are_loaded(checkpoint, monkeypatch):
     events = []
-    choose = runners.choose_backend
+    choose = runners.Backends
     monkeypatch.setattr(
         runners,
-        "choose_backend",
+        "Backends",
         lambda *fit, **more: events.append("backend") or choose(*fit, **more),
     )
     config = EngineConfig.from_settings(
@@ -162,7 +162,7 @@ def test_graphs_are_chosen_after_loading(monkeypatch):
     monkeypatch.setattr(cache_sizing, "WarmUp", Recorded)
     monkeypatch.setattr(cache_sizing, "drop_graphs_that_wait", lambda _: done.append("drop"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 1))
-    runner = SimpleNamespace(backend=SimpleNamespace(is_capturable=True))
+    runner = SimpleNamespace(backends=SimpleNamespace(is_capturable=True))
     setup, info = MagicMock(), SimpleNamespace(cache_bytes=0)
     setup.config.cache.gpu_memory_utilization = 0.9
     cache_sizing.measure_room(setup, runner, info, lambda: done.append("loaded"))

@@ -4,6 +4,7 @@ from toolkit.attention.backend import (
     AttentionBackend,
     AttentionBatch,
     AttentionShape,
+    Backends,
     HeadTransform,
     choose_backend,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionBatch",
     "AttentionShape",
+    "Backends",
     "HeadNorm",
     "HeadTransform",
     "choose_backend",

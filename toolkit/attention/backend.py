@@ -1,7 +1,7 @@
 """The interface of attention backends, and the choice among them."""
 
 import abc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
@@ -28,6 +28,8 @@ class AttentionBatch:
     block_table: torch.Tensor  # [num_rows, max_blocks]
     max_query_len: int  # an upper bound, like `max_seq_len`
     max_seq_len: int
+    live: torch.Tensor | None = None
+    """[num_tokens] int64, negative for tokens that pad a captured step. None: none does."""
     wanted: torch.Tensor | None = None
     """Tokens whose last hidden states are needed, int64. None: all.
 
@@ -49,6 +51,12 @@ class AttentionBatch:
     the gathering and the first attention: attention reads them before the kernel ahead of it ends
     (see `toolkit.kernels.triton.pdl`)."""
     plan: dict[Hashable, Any] = field(default_factory=dict)  # computed once, for all layers
+
+    @property
+    def is_first(self) -> torch.Tensor:
+        """True for requests whose first token is in this step, [num_reqs], on the device."""
+        lengths = self.query_start_loc[1:] - self.query_start_loc[:-1]
+        return self.seq_lens <= lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +190,34 @@ def choose_backend(
         f"The attention backend {requested} cannot run here: {'; '.join(reasons)}.",
         param="attention_backend",
     )
+
+
+class Backends:
+    """The backend of each layer, chosen by the size of its heads."""
+
+    def __init__(
+        self,
+        requested: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_sizes: Iterable[int],
+        block_size: int,
+        *,
+        fp8_cache: bool = False,
+    ) -> None:
+        """Raises ConfigError if `requested` cannot run for one of the sizes."""
+        chosen = {
+            size: choose_backend(requested, device, dtype, size, block_size, fp8_cache=fp8_cache)
+            for size in dict.fromkeys(head_sizes)
+        }
+        self._of_size = {size: backend for size, (backend, _) in chosen.items()}
+        found = {backend.name: f"{backend.name} ({why})" for backend, why in chosen.values()}
+        self.name, self.why = ", ".join(found), "; ".join(found.values())
+
+    def of(self, head_size: int) -> AttentionBackend:
+        return self._of_size[head_size]
+
+    @property
+    def is_capturable(self) -> bool:
+        """True if CUDA graphs of all layers can be replayed with other lengths."""
+        return all(backend.is_capturable for backend in self._of_size.values())

@@ -93,8 +93,8 @@ class CPUBackend(AttentionBackend):
 def kernels_support(k_cache: torch.Tensor) -> bool:
     """Return True if the kernels attend over these keys.
 
-    k_cache: [num_blocks, block_size, num_kv_heads, head_size]."""
-    return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[3] <= MAX_HEAD_SIZE
+    k_cache: [..., head_size]."""
+    return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[-1] <= MAX_HEAD_SIZE
 
 
 def _layer(

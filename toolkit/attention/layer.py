@@ -12,24 +12,20 @@ from toolkit.attention.backend import (
 
 
 class Attention(nn.Module):
-    """Causal attention over the cache. The runner calls `bind` before the first step."""
+    """Causal attention over the cache. The runner calls `bind` and sets `backend` first."""
 
     backend: AttentionBackend
     k_cache: torch.Tensor
     v_cache: torch.Tensor
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        transform: HeadTransform = HeadTransform(),  # noqa: B008  # frozen
-    ) -> None:
+    def __init__(self, shape: AttentionShape, transform: HeadTransform) -> None:
         super().__init__()
         self.shape = shape
         self.transform = transform
 
-    def bind(self, backend: AttentionBackend, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        """Caches: [num_blocks, block_size, num_kv_heads, head_size]."""
-        self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
+    def bind(self, *tensors: torch.Tensor) -> None:
+        """`tensors`: keys and values, [num_blocks, block_size, num_kv_heads, head_size] each."""
+        self.k_cache, self.v_cache = tensors
 
     def forward(self, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return attention [num_tokens, num_heads · head_size] of the step's tokens.

@@ -13,6 +13,7 @@ from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.console import print_facts, print_json
 from toolkit.inventory.estimate import Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
+from toolkit.models.memory import TokenMemory
 from toolkit.units import count, size
 from toolkit.weights.layout import on_device
 
@@ -177,10 +178,17 @@ def _architecture(checkpoint: Checkpoint) -> str:
 
 def _shape(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     config = checkpoint.config
-    heads, attention = config.num_attention_heads, checkpoint.attention[:1]
-    kv_heads = {one.num_kv_heads for one in attention} - {heads}
-    kv = "".join(f", {number} for keys and values" for number in kv_heads)
-    of = "".join(f" of {one.head_size}" for one in attention)
+    heads = config.num_attention_heads
+    memory = (one for one in checkpoint.description.memory if isinstance(one, TokenMemory))
+    parts = list(dict.fromkeys(one.parts[0] for one in memory))
+    kv_heads = dict.fromkeys(str(part.num_heads) for part in parts)
+    kv = (
+        ""
+        if list(kv_heads) in ([], [str(heads)])
+        else f", {' or '.join(kv_heads)} for keys and values"
+    )
+    sizes = dict.fromkeys(str(part.size) for part in parts)
+    of = f" of {' or '.join(sizes)}" if sizes else ""
     return [
         (
             "shape",

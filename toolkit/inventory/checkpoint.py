@@ -14,10 +14,9 @@ from toolkit.files import parse_json, read_json, read_text
 from toolkit.gguf.config import named_tensors
 from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.folder import MADE_FILES, is_gguf, made_file
-from toolkit.models.cache_layout import KVShape
 from toolkit.models.config.overrides import override, read_config
 from toolkit.models.config.registry import describe, find_problem, parse_config
-from toolkit.models.describe import Attention, Decoder, Encoder, External, Parameter
+from toolkit.models.describe import Decoder, Encoder, External, Parameter
 from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
 from toolkit.pooling.settings import has_pooling, read_pooling
 from toolkit.weights.formats import Packings, read_packings
@@ -193,11 +192,10 @@ class Checkpoint:
     @property
     def num_active(self) -> int | None:
         """Number of parameters that compute one token, if it has experts; else None."""
-        count = self.num_parameters
-        if count is None or not isinstance(self.description, Decoder):
+        count, described = self.num_parameters, self.description
+        if count is None or not isinstance(described, Decoder) or not described.has_experts:
             return None
-        hidden, experts = self.description.hidden_size, self.description.experts
-        return count - sum(one.idle(hidden) for one in experts) if experts else None
+        return count - sum(mix.idle(described.hidden_size) for mix in described.mixes)
 
     @property
     def context(self) -> int | None:
@@ -221,13 +219,6 @@ class Checkpoint:
     def longest(self) -> int:
         """Maximum of --max-model-len, in tokens. 0: config.json does not say."""
         return self.description.longest
-
-    @property
-    def attention(self) -> list[Attention] | list[KVShape]:
-        """Attention of each layer with a KV cache; none for an encoder."""
-        if isinstance(self.config, FallbackConfig):
-            return self.config.attention
-        return self.description.attention if isinstance(self.description, Decoder) else []
 
     @property
     def implementation(self) -> str:

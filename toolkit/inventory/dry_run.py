@@ -11,7 +11,8 @@ from toolkit.errors import errors_about
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.console import print_facts, print_json, print_note
-from toolkit.inventory.estimate import DrafterShape, Estimate, estimate
+from toolkit.inventory.drafters import drafter_of, find_drafter
+from toolkit.inventory.estimate import Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
 from toolkit.lora.files import require_lora_dir
 from toolkit.models.describe import External
@@ -34,25 +35,6 @@ def dry_run(engine: EngineConfig, *, as_json: bool) -> int:
         print_facts(checkpoint.name, _facts(result))
         print_note(result.problem or "It fits.")
     return 0 if result.fits else 1
-
-
-def drafter_of(checkpoint: Checkpoint, engine: EngineConfig) -> DrafterShape | None:
-    """Describe the drafter's model. Raises ToolkitError if it is missing or unsupported."""
-    wanted = engine.speculation.drafter
-    if wanted is None or wanted.method == "ngram":
-        return None
-    if wanted.model is None:
-        return DrafterShape.of_own_layer(checkpoint, wanted.num_speculative_tokens)
-    found, most = _find_drafter(wanted.model, wanted.revision), wanted.num_speculative_tokens
-    if wanted.method == "draft_model":
-        return DrafterShape.of(found, most)
-    num_layers, is_third = len(checkpoint.attention), wanted.method == "eagle3"
-    return DrafterShape.of_eagle(found, most, num_layers, is_third=is_third)
-
-
-def _find_drafter(model: str, revision: str | None) -> Checkpoint:
-    with errors_about("the drafter of --speculative-config"):
-        return find_checkpoint(model, revision)
 
 
 def _falls_back(checkpoint: Checkpoint, engine: EngineConfig) -> bool:
@@ -92,7 +74,7 @@ def _check_settings(found: Checkpoint, engine: EngineConfig, *, falls_back: bool
     folder = found.folder or _described(engine.model.model, engine.model.revision)
     has_weights = found.folder is not None
     if wanted is not None and wanted.model is not None:
-        drafter = _find_drafter(wanted.model, wanted.revision)
+        drafter = find_drafter(wanted.model, wanted.revision)
         drafter_folder = drafter.folder or _described(wanted.model, wanted.revision)
         if drafter_folder is None:
             return

@@ -8,7 +8,7 @@ or the system. Tests compare the results with a worker's `WorkerInfo`."""
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from functools import partial
 
 from toolkit import hub
 from toolkit.config import CacheConfig, EngineConfig
@@ -19,16 +19,9 @@ from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
 from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory
 from toolkit.lora.files import LEAST_MAX_RANK
-from toolkit.models.cache_layout import CacheLayout, KVShape
 from toolkit.models.config.model_config import name_weights, resolve_dtype
-from toolkit.models.describe import Attention, Decoder, Parameter
-from toolkit.models.eagle import (
-    EAGLE3_TENSORS,
-    EAGLE_TENSORS,
-    Eagle3,
-    describe_eagle,
-    describe_own_layer,
-)
+from toolkit.models.describe import Decoder, Parameter, memory_of
+from toolkit.models.memory import Memory, MemoryLayout
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import size
 from toolkit.weights.formats import Packings
@@ -141,79 +134,11 @@ class Estimate:
         return too_small or self.lack
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterShape:
-    """The model of --speculative-config's drafter."""
-
-    parameters: Sequence[Parameter]
-    attention: Sequence[Attention] | Sequence[KVShape]
-    drafting: Drafting
-    packings: Packings | None = None
-    is_tied: bool = False
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, most: int) -> Self:
-        """Return the shape of a complete model."""
-        is_tied = checkpoint.config.tie_word_embeddings
-        parameters, packings = list(checkpoint.parameters), checkpoint.packings
-        config: Any = checkpoint.config
-        drafting = Drafting(most, len(checkpoint.attention), config.hidden_size)
-        return cls(parameters, checkpoint.attention, drafting, packings, is_tied)
-
-    @classmethod
-    def of_own_layer(cls, checkpoint: Checkpoint, most: int) -> Self:
-        """Return the shape of the layer of a model that drafts. Raises ConfigError without one."""
-        described = checkpoint.description
-        found = describe_own_layer(described) if isinstance(described, Decoder) else None
-        if found is None:
-            raise ConfigError(
-                f"--speculative-config: {checkpoint.name} has no layer that drafts.",
-                param="speculative_config",
-            )
-        parameters = list(found.own.parameters(found.hidden_size))
-        drafting = Drafting(most, len(found.attention), found.hidden_size, num_states=1)
-        return cls(parameters, found.attention, drafting, checkpoint.packings)
-
-    @classmethod
-    def of_eagle(
-        cls, checkpoint: Checkpoint, most: int, num_layers: int, *, is_third: bool
-    ) -> Self:
-        """Return the shape of an EAGLE drafter of a model with so many layers."""
-        usual = EAGLE3_TENSORS if is_third else EAGLE_TENSORS
-        names = {tensor.name for tensor in checkpoint.tensors} or usual
-        try:
-            described = describe_eagle(checkpoint.raw, names, num_layers, is_third=is_third)
-        except ValueError as error:
-            raise ConfigError(
-                f"--speculative-config: {checkpoint.name} cannot be used: {error}.",
-                param="speculative_config",
-            ) from None
-        kinds: dict[str, Literal["head", "embedding"]] = {
-            "lm_head.weight": "head",
-            "embed_tokens.weight": "embedding",
-        }
-        parameters = [
-            Parameter(
-                one.name,
-                one.shape,
-                kinds.get(one.name, "linear" if len(one.shape) > 1 else "vector"),
-            )
-            for one in checkpoint.tensors
-            if one.name not in ("d2t", "t2d") and (is_third or one.name not in kinds)
-        ]
-        if not parameters:  # pickled files do not say what they have
-            stored = TYPE_BYTES.get(str(checkpoint.stored_type), 4)
-            parameters = [Parameter("", (checkpoint.size // stored,), "vector")]
-        num_states = len(described.taps) if isinstance(described, Eagle3) else 1
-        drafting = Drafting(most, len(described.attention), described.hidden_size, num_states)
-        return cls(parameters, described.attention, drafting, checkpoint.packings)
-
-
 def estimate(
     checkpoint: Checkpoint,
     engine: EngineConfig,
     device: Device,
-    drafter: DrafterShape | None = None,
+    drafting: Drafting | None = None,
 ) -> Estimate:
     """Estimate the memory that a model needs, with its drafter.
 
@@ -221,7 +146,7 @@ def estimate(
     settings that the model does not support."""
     described = checkpoint.description
     if engine.parallel.enable_expert_parallel and not (
-        isinstance(described, Decoder) and described.experts
+        isinstance(described, Decoder) and described.has_experts
     ):
         raise ConfigError(
             f"--enable-expert-parallel: {checkpoint.name} has no experts that tk splits.",
@@ -234,45 +159,54 @@ def estimate(
     max_model_len = _max_model_len(checkpoint, engine)
     stages = _stages(checkpoint, engine, dtype, device)
     cache_type = dtype if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype
-    ranks = engine.parallel.tensor_parallel_size
-    layout = CacheLayout.of(checkpoint.attention, engine.cache.block_size, ranks)
-    layer_bytes = layout.layer_bytes(TYPE_BYTES[cache_type]) if layout else 0
+    layout = partial(
+        MemoryLayout.of,
+        block_size=engine.cache.block_size,
+        itemsize=TYPE_BYTES[cache_type],
+        row_itemsize=TYPE_BYTES[dtype],
+        num_ranks=engine.parallel.tensor_parallel_size,
+    )
+    has_cache = bool(described.memory)
     steps = StepMemory(
         checkpoint.config,
         engine,
         TYPE_BYTES[dtype],
         on_gpu=device.kind == "cuda",
         max_model_len=max_model_len,
-        num_layers=max(layers for _, layers in stages) if layout else 0,
-        drafting=None if drafter is None else drafter.drafting,
+        num_layers=max(len(memory) for _, memory in stages),
+        drafting=drafting,
     )
     step = steps.total
-    drafter_weights = drafter_block = spare = 0
-    if drafter is not None and layout is not None:
+    drafter_weights = drafts_spare = 0
+    drafts: Sequence[Memory] = ()
+    if drafting is not None and has_cache:
         plain = dataclasses.replace(engine, lora=LoRAConfig())
-        nbytes = _tensor_bytes(drafter.packings, drafter.is_tied, plain, dtype, device)
-        drafter_weights = sum(map(nbytes, drafter.parameters))
-        own = CacheLayout.of(drafter.attention, engine.cache.block_size, ranks)
-        drafter_block = own.block_bytes(TYPE_BYTES[cache_type]) if own else 0
+        nbytes = _tensor_bytes(drafting.packings, drafting.is_tied, plain, dtype, device)
+        drafter_weights, drafts = sum(map(nbytes, drafting.parameters)), drafting.memory
         # As `worker.startup.drafters` has them, for the positions of drafts.
-        per_row = -(-drafter.drafting.most // engine.cache.block_size)
-        spare = engine.scheduler.max_num_seqs * per_row * drafter_block
-        stages = [(weights + drafter_weights, layers) for weights, layers in stages]
+        per_row = -(-drafting.most // engine.cache.block_size)
+        drafts_spare = engine.scheduler.max_num_seqs * per_row * layout(drafts).block_bytes
+        stages = [(weights + drafter_weights, memory) for weights, memory in stages]
 
-    def blocks_of(weights: int, layers: int) -> tuple[int, int]:
-        if not layers * layer_bytes:
+    def blocks_of(weights: int, memory: Sequence[Memory]) -> tuple[int, int]:
+        if not has_cache:
             return 0, 0
-        block_bytes = layers * layer_bytes + drafter_block
-        return _count_blocks(engine, device, weights, step, spare, block_bytes, max_model_len)
+        own = layout(memory, drafter=drafts)
+        return _count_blocks(engine, device, weights, step, spare_of(own), own, max_model_len)
+
+    def spare_of(own: MemoryLayout) -> int:
+        num_rows = engine.scheduler.max_num_seqs + (device.kind == "cuda")
+        return drafts_spare + num_rows * own.row_bytes
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
     on_gpu = device.kind == "cuda"
     least = step if on_gpu else CPU_RUNTIME
-    weights, layers = min(
+    weights, memory = min(
         stages, key=lambda stage: (stage[0] + least <= device.free, blocks_of(*stage)[0], -stage[0])
     )
-    num_blocks, num_host_blocks = blocks_of(weights, layers)
-    block_bytes = layers * layer_bytes + drafter_block
+    num_blocks, num_host_blocks = blocks_of(weights, memory)
+    own = layout(memory, drafter=drafts)
+    block_bytes = own.block_bytes
     return Estimate(
         device=device,
         parallel=engine.parallel,
@@ -289,33 +223,25 @@ def estimate(
         block_bytes=block_bytes,
         max_model_len=max_model_len,
         max_positions=checkpoint.longest,
-        has_cache=block_bytes > 0,
+        has_cache=has_cache,
         lack=_find_lack(
             engine,
             device,
             free=device.free - weights - least,
-            cache=num_blocks * block_bytes + spare,
+            cache=num_blocks * block_bytes + spare_of(own),
             swap=num_host_blocks * block_bytes,
             tables=0 if on_gpu else steps.rows,
         ),
         drafter=drafter_weights,
-        outside_windows=_outside_windows(checkpoint.attention, max_model_len),
+        outside_windows=layout(described.memory).outside_windows(max_model_len),
     )
-
-
-def _outside_windows(layers: Sequence[Attention | KVShape], length: int) -> float:
-    """Return the part of a sequence's keys and values that is outside the layers' windows.
-
-    Layers with a window keep all tokens, like the others."""
-    tokens = [max(0, length - layer.window) for layer in layers if layer.window]
-    return sum(tokens) / (len(layers) * length) if tokens else 0.0
 
 
 def _stages(
     checkpoint: Checkpoint, engine: EngineConfig, dtype: str, device: Device
-) -> list[tuple[int, int]]:
-    """Return (bytes of one rank's weights without padding, number of layers) of each stage."""
-    count, layers = engine.parallel.pipeline_parallel_size, len(checkpoint.attention)
+) -> list[tuple[int, Sequence[Memory]]]:
+    """Return (bytes of one rank's weights without padding, layers' memory) of each stage."""
+    count, described = engine.parallel.pipeline_parallel_size, checkpoint.description
     is_tied = bool(checkpoint.config.tie_word_embeddings)
     plain = dataclasses.replace(engine, lora=LoRAConfig())
     nbytes, base_nbytes = (
@@ -326,13 +252,14 @@ def _stages(
     if count == 1:
         # A tied head has no weight, but slots of its own.
         slots = sum(nbytes(head) - base_nbytes(head) for head in heads if is_tied)
-        return [(sum(map(nbytes, parameters)) + slots, layers)]
-    if not isinstance(checkpoint.description, Decoder):
-        kind = "models that run through Transformers" if layers else "encoders"
+        return [(sum(map(nbytes, parameters)) + slots, described.memory)]
+    if not isinstance(described, Decoder):
+        kind = "models that run through Transformers" if described.memory else "encoders"
         raise ConfigError(
             f"--pipeline-parallel-size {count}: {kind} have one stage only.",
             param="pipeline_parallel_size",
         )
+    layers = described.num_layers
     layer_bytes, first, last = dict.fromkeys(range(layers), 0), 0, 0
     (head,) = heads
     for parameter in parameters:
@@ -347,13 +274,12 @@ def _stages(
     last_layer = sum(base_nbytes(one) for one in parameters if one.layer == layers - 1)
     counts = split_layers(layers, count, last_layer, base_nbytes(head))
     begins = [sum(counts[:index]) for index in range(count)]
-    weights = [
-        sum(layer_bytes[i] for i in range(begin, begin + n))
-        for begin, n in zip(begins, counts, strict=True)
-    ]
+    stages = [range(begin, begin + n) for begin, n in zip(begins, counts, strict=True)]
+    weights = [sum(layer_bytes[index] for index in stage) for stage in stages]
     weights[0] += first
     weights[-1] += last
-    return list(zip(weights, counts, strict=True))
+    memory = [memory_of(described.layers[index] for index in stage) for stage in stages]
+    return list(zip(weights, memory, strict=True))
 
 
 def _tensor_bytes(
@@ -422,7 +348,7 @@ def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     if length is None:
         raise CheckpointError(f"{checkpoint.name}: config.json has no maximum sequence length.")
     blocks = engine.cache.num_gpu_blocks_override
-    if blocks is None or wanted is not None or not checkpoint.attention:
+    if blocks is None or wanted is not None or not checkpoint.description.memory:
         return length
     return min(length, blocks * engine.cache.block_size)  # as `worker.startup.cache_sizing` does
 
@@ -440,7 +366,7 @@ def _count_blocks(
     weights: int,
     step: int,
     spare: int,
-    block_bytes: int,
+    layout: MemoryLayout,
     max_model_len: int,
 ) -> tuple[int, int]:
     cache = engine.cache
@@ -452,9 +378,10 @@ def _count_blocks(
     return count_blocks(
         cache,
         room=room,
-        block_bytes=block_bytes,
+        block_bytes=layout.block_bytes,
         most_useful=engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size),
         on_gpu=device.kind == "cuda",
+        swaps=not layout.row_bytes,
     )
 
 

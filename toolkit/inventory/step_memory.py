@@ -3,11 +3,15 @@
 Computed: what rows and drafters keep, and the number of CUDA graphs. Estimated: activations,
 sampling, each graph's own memory, and the process."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.config import EngineConfig
 from toolkit.hardware.figures import SAMPLING_BYTES
+from toolkit.models.describe import Parameter
+from toolkit.models.memory import Memory
+from toolkit.weights.formats import Packings
 from toolkit.worker.gpu.graph_policy import GraphPolicy, new_drafter_graphs
 from toolkit.worker.startup.cache_problem import table_bytes
 
@@ -21,12 +25,15 @@ take 264 MiB on an H100, of which 160 MiB are activations (docs/notes/where-the-
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A drafter's model, as far as steps depend on it."""
+    """The model of a drafter."""
 
     most: int  # drafts of a request
-    num_layers: int
+    memory: Sequence[Memory]  # of its layers
+    parameters: Sequence[Parameter]
     hidden_size: int
     num_states: int = 0  # hidden states of the model that it reads at a position
+    packings: Packings | None = None
+    is_tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,5 +129,5 @@ class StepMemory:
         if self.drafting is not None:
             for follows, drafts in new_drafter_graphs(shapes):
                 runs = follows + drafts * self.drafting.most
-                num_layers += runs * self.drafting.num_layers
+                num_layers += runs * len(self.drafting.memory)
         return self._activations(shapes[0].num_tokens) + num_layers * GRAPH_LAYER_BYTES

@@ -66,11 +66,13 @@ class Router(nn.Module):
         kernels = kernels_for(zeros.device)
         self._route = reference.route if kernels is None else kernels.route
 
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, live: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (experts, their weights) of x [n, hidden]: int32 and fp32, [n, num_chosen].
 
-        slots: cache slots [n]; tokens with a negative one are padding, with experts -1."""
-        return self._route(self.logits(x.to(self._dtype)), self._routing, self.bias, slots)
+        live: [n], see `AttentionBatch.live`; the experts of padding are -1."""
+        return self._route(self.logits(x.to(self._dtype)), self._routing, self.bias, live)
 
     def slots(self) -> Slots:
         if self._bias_source is None or self.bias is None:

@@ -96,8 +96,8 @@ def build_model(
     `quantization`: of its linear layers, see --quantization; `target`: the device that it is for,
     if it is built on another."""
     description = describe(config)
-    experts = description.experts if isinstance(description, describe_.Decoder) else []
-    if not experts and not splits_experts():
+    has_experts = isinstance(description, describe_.Decoder) and description.has_experts
+    if not has_experts and not splits_experts():
         raise ConfigError(
             "--enable-expert-parallel: the model has no experts that tk splits. Leave it out.",
             param="enable_expert_parallel",

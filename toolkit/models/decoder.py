@@ -15,7 +15,7 @@ from toolkit.distributed import current_group, current_stage
 from toolkit.layers import Embedding, Join, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.layers.replay import Replay
 from toolkit.models import describe
-from toolkit.models.mix import AttentionMix, ExpertsMix, Mix, MLPMix
+from toolkit.models.mix import MODULES, Mix
 from toolkit.models.model import CausalLM
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.rotary import RotaryTables
@@ -32,7 +32,7 @@ class Step(nn.Module):
         super().__init__()
         norms = list(dict.fromkeys(branch.norm for branch in step if branch.norm is not None))
         self.join = Join(hidden, [_norm(norm) for norm in norms], *_after(before))
-        mixes = [_mix(branch.mix, hidden, rope) for branch in step]
+        mixes = [MODULES[type(branch.mix)](branch.mix, hidden, rope) for branch in step]
         self._mixes = tuple(mixes)  # typed, and faster to iterate over
         self.mixes = nn.ModuleList(mixes)
         self.inputs = [norms.index(b.norm) if b.norm is not None else 0 for b in step]
@@ -54,18 +54,13 @@ class Step(nn.Module):
 
     @property
     def attends(self) -> bool:
-        return any(isinstance(mix, AttentionMix) for mix in self._mixes)
+        return any(mix.attends for mix in self._mixes)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """A value that is equal for steps that launch the same kernels."""
-        attention = [mix.attn for mix in self._mixes if isinstance(mix, AttentionMix)]
-        rotates = [attn.transform.rope is not None for attn in attention]
-        return (
-            *(attn.shape for attn in attention),
-            *rotates,
-            *((p.shape, p.dtype) for p in self.parameters()),
-        )
+        norms = ((p.shape, p.dtype) for p in self.join.parameters())
+        return (*(mix.kind for mix in self._mixes), *norms)
 
 
 class Taps:
@@ -121,7 +116,7 @@ class Decoder(CausalLM):
         # Rounded like the weights, as where the models were trained.
         scale = torch.tensor(description.embed_scale, dtype=self.dtype, device="cpu")
         self._embed_scale = scale.item()
-        self.rope = RotaryTables(description.attention, max_model_len)
+        self.rope = RotaryTables(description.ropes, max_model_len)
         layers = [description.layers[index] for index in _stage_layers(description)]
         before = [None, *chain.from_iterable(layers)]
         steps = iter(
@@ -129,11 +124,14 @@ class Decoder(CausalLM):
             for step, last in zip(chain.from_iterable(layers), before, strict=False)
         )
         self.layers = nn.ModuleList(nn.ModuleList(next(steps) for _ in layer) for layer in layers)
+        self.may_synchronize = any(
+            isinstance(one, Mix) and one.may_synchronize for one in self.modules()
+        )
         norms = [_norm(description.norm)] if self.stage.is_last else []
         self.last = Join(hidden, norms, *_after(before[-1]))
         self._few_layers: list[Sequence[Step]] = []
         # What experts compute depends on the numbers of a step.
-        can_record = self.stage.is_last and self.group.size == 1 and not description.experts
+        can_record = self.stage.is_last and self.group.size == 1 and not description.has_experts
         self._replay = Replay() if can_record else None
         if self.stage.is_last:
             head = dataclasses.asdict(description.head)
@@ -156,7 +154,7 @@ class Decoder(CausalLM):
 
     @property
     def why_unrecorded(self) -> str | None:
-        if self.description.experts:
+        if self.description.has_experts:
             return "which experts compute depends on the tokens"
         if self.group.size > 1 or not self.stage.is_last:
             return "the model is split over ranks"
@@ -173,14 +171,12 @@ class Decoder(CausalLM):
 
     def _run_layers(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Run this stage's layers, and the norm on the last stage."""
-        layers = self._layers()
-        stream = Stream(x, sum(map(len, layers)) + 1)
+        steps = list(chain.from_iterable(self._layers()))
+        stream = Stream(x, len(steps) + 1)
         wanted = batch.wanted if self.stage.is_last else None
-        for layer in layers[:-1]:
-            for step in layer:
-                step(stream, batch)
-        for step in layers[-1]:
-            step(stream, batch, wanted if step.attends else None)
+        last = max(index for index, step in enumerate(steps) if step.attends)
+        for index, step in enumerate(steps):
+            step(stream, batch, wanted if index == last else None)
         (out,) = stream.read(self.last)
         assert isinstance(out, torch.Tensor)
         return out
@@ -217,16 +213,6 @@ class Decoder(CausalLM):
             yield
         finally:
             self._few_layers = []
-
-
-def _mix(
-    mix: describe.Attention | describe.MLP | describe.Experts, hidden: int, rope: RotaryTables
-) -> Mix:
-    if isinstance(mix, describe.MLP):
-        return MLPMix(mix, hidden)
-    if isinstance(mix, describe.Experts):
-        return ExpertsMix(mix, hidden)
-    return AttentionMix(mix, hidden, *rope.indices(mix))
 
 
 def _norm(norm: describe.Norm) -> Norm:

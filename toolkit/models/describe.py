@@ -7,12 +7,13 @@ weight loader, `tk show`, `--dry-run` and the layout of the cache read the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from toolkit.errors import CheckpointError
+from toolkit.models.memory import Memory, TokenMemory
 from toolkit.weights.activation import activation_kind, gate_kind
 from toolkit.weights.source import Source
 
@@ -102,8 +103,43 @@ class Rope:
                 )
 
 
+class Mix:
+    """The computation of a branch, between its norm and the residual stream.
+
+    `models.mix.MODULES` has the module of each kind."""
+
+    __slots__ = ()
+    weights: ClassVar[Literal["linear", "expert"]] = "linear"  # of the projections
+
+    @property
+    def memory(self) -> Memory | None:
+        """Memory that it keeps between steps."""
+        return None
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        return ()
+
+    @property
+    def parts(self) -> tuple[Mix, ...]:
+        """Mixes whose tensors it has: itself, and one that it shares."""
+        return (self,)
+
+    def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
+        """Yield (source, rows, columns, has a bias) of each weight that may be quantized."""
+        yield from ()
+
+    def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        """Yield (name, shape, is in fp32) of each other tensor."""
+        yield from ()
+
+    def idle(self, hidden: int) -> int:
+        """Return the number of parameters that a token does not use."""
+        return 0
+
+
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Mix):
     """Causal self-attention."""
 
     num_heads: int
@@ -124,8 +160,24 @@ class Attention:
     sinks: str | None = None
     """Name of a tensor with a logit for each head, which joins the softmax (arXiv:2309.17453)."""
 
+    @property
+    def memory(self) -> TokenMemory:
+        return TokenMemory.of_keys(self.num_kv_heads, self.head_size, self.window)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        return () if self.rope is None else (self.rope,)
+
+    def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        if self.sinks is not None:
+            yield self.sinks, (self.num_heads,), True
+        if self.norm is not None:
+            pairs = (self.norm.q, self.num_heads), (self.norm.k, self.num_kv_heads)
+            for name, heads in pairs:
+                tensors = head_norm_tensors(name, self.norm.span, heads, self.head_size)
+                yield from ((one, shape, bool(self.norm.offset)) for one, shape in tensors)
+
     def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
-        """Yield (source, rows, columns, has a bias) of each weight."""
         kv = self.num_kv_heads * self.head_size
         for source, rows in zip((self.q, self.k, self.v), (self.width, kv, kv), strict=True):
             yield source, rows, hidden, self.bias
@@ -138,7 +190,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class MLP:
+class MLP(Mix):
     """down(activation(up(x))), or down(activation(gate(x)) · up(x))."""
 
     size: int  # number of features between up and down
@@ -152,7 +204,6 @@ class MLP:
         activation_kind(self.activation)  # refuses an unknown name
 
     def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
-        """Yield (source, rows, columns, has a bias) of each weight."""
         for source in (self.up,) if self.gate is None else (self.gate, self.up):
             yield source, self.size, hidden, self.bias
         yield self.down, hidden, self.size, self.bias
@@ -167,12 +218,13 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Mix):
     """A weighted sum of gated MLPs, a few of which are chosen for each token.
 
     The router's logits become scores; the experts with the highest are chosen. With groups of
     adjacent experts, the groups are chosen first (DeepSeek-V2, arXiv:2405.04434)."""
 
+    weights: ClassVar[Literal["linear", "expert"]] = "expert"
     num_experts: int
     num_chosen: int  # for each token
     size: int  # number of features between up and down of each
@@ -197,6 +249,10 @@ class Experts:
         if not 1 <= self.num_chosen <= self.num_experts:
             raise ValueError(f"{self.num_chosen} of {self.num_experts} experts cannot be chosen")
 
+    @property
+    def parts(self) -> tuple[Mix, ...]:
+        return (self,) if self.shared is None else (self, self.shared)
+
     def expert(self, index: int) -> tuple[Source, Source, Source]:
         """Return gate, up and down of an expert."""
         gate, up, down = (self._entry(one, index) for one in (self.gate, self.up, self.down))
@@ -208,7 +264,6 @@ class Experts:
         return replace(source, stack=(index, self.num_experts))
 
     def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
-        """Yield (source, rows, columns, has a bias) of each weight of the experts."""
         for index in range(self.num_experts):
             gate, up, down = self.expert(index)
             yield gate, self.size, hidden, self.bias
@@ -216,7 +271,6 @@ class Experts:
             yield down, hidden, self.size, self.bias
 
     def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        """Yield (name, shape, is in fp32) of the weights that are never quantized."""
         shape = self.num_experts, hidden
         yield f"{self.router.name}.weight", shape, self.routes_in_float32
         if self.bias:
@@ -227,7 +281,6 @@ class Experts:
             yield f"{self.shared_gate.name}.weight", (1, hidden), False
 
     def idle(self, hidden: int) -> int:
-        """Return the number of parameters that a token does not use."""
         return (self.num_experts - self.num_chosen) * 3 * self.size * hidden
 
 
@@ -235,20 +288,24 @@ class Experts:
 class Branch:
     """scale · post(mix(norm(residual)))."""
 
-    mix: Attention | MLP | Experts
+    mix: Mix
     norm: Norm | None  # None: it reads the residual stream as it is
     post: Norm | None = None
     scale: float = 1.0
 
-    @property
-    def mixes(self) -> tuple[Attention | MLP | Experts, ...]:
-        """`mix`, and the MLP that it shares."""
-        shared = self.mix.shared if isinstance(self.mix, Experts) else None
-        return (self.mix,) if shared is None else (self.mix, shared)
-
 
 Step = tuple[Branch, ...]  # branches that are added to the residual stream together
 Layer = tuple[Step, ...]
+
+
+def mixes_of(layers: Iterable[Layer]) -> Iterator[Mix]:
+    """Yield what the branches of layers compute, in order."""
+    return (branch.mix for layer in layers for step in layer for branch in step)
+
+
+def memory_of(layers: Iterable[Layer]) -> list[Memory]:
+    """Return the memory of layers, in order."""
+    return [mix.memory for mix in mixes_of(layers) if mix.memory is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +355,8 @@ class Encoder:
     model: str  # "module:class"
     max_positions: int  # tokens
     is_scorer: bool  # it scores pairs of texts
+    memory: tuple[Memory, ...] = ()
+    num_layers: int = 0  # with memory
 
     @property
     def longest(self) -> int:
@@ -310,6 +369,11 @@ class External:
 
     model: str  # "module:class"
     max_positions: int  # tokens; 0: config.json does not say
+    memory: tuple[Memory, ...] = ()  # as config.json suggests, for estimates
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.memory)
 
     @property
     def longest(self) -> int:
@@ -361,27 +425,33 @@ class Decoder:
     @property
     def longest(self) -> int:
         """Maximum of --max-model-len, in tokens."""
-        ropes = [one.rope for one in self.attention if one.rope is not None]
-        return max(self.max_positions, *(rope.longest for rope in ropes), 0)
+        return max(self.max_positions, *(rope.longest for rope in self.ropes), 0)
 
     @property
-    def attention(self) -> list[Attention]:
-        """Attention of each layer."""
-        branches = chain.from_iterable(step for layer in self.layers for step in layer)
-        return [branch.mix for branch in branches if isinstance(branch.mix, Attention)]
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def mixes(self) -> list[Mix]:
+        return list(mixes_of(self.layers))
+
+    @property
+    def memory(self) -> list[Memory]:
+        return memory_of(self.layers)
+
+    @property
+    def ropes(self) -> list[Rope]:
+        return [rope for mix in self.mixes for rope in mix.ropes]
 
     def layer_size(self, index: int) -> int:
         """Return the number of parameters of a layer's products."""
-        branches = chain.from_iterable(self.layers[index])
-        mixes = chain.from_iterable(branch.mixes for branch in branches)
-        products = chain.from_iterable(mix.projections(self.hidden_size) for mix in mixes)
+        parts = chain.from_iterable(mix.parts for mix in mixes_of([self.layers[index]]))
+        products = chain.from_iterable(part.projections(self.hidden_size) for part in parts)
         return sum(rows * columns for _, rows, columns, _ in products)
 
     @property
-    def experts(self) -> list[Experts]:
-        """Experts of each layer that has them."""
-        branches = chain.from_iterable(step for layer in self.layers for step in layer)
-        return [branch.mix for branch in branches if isinstance(branch.mix, Experts)]
+    def has_experts(self) -> bool:
+        return any(isinstance(mix, Experts) for mix in self.mixes)
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield the tensors of a checkpoint, each once."""
@@ -410,31 +480,22 @@ class Decoder:
 def _branch_parameters(branch: Branch, hidden: int, index: int) -> Iterator[Parameter]:
     yield from _norm_parameters(branch.norm, index)
     yield from _norm_parameters(branch.post, index)
-    for mix in branch.mixes:
+    for mix in branch.mix.parts:
         for source, rows, columns, has_bias in mix.projections(hidden):
             total = rows if source.order is None else source.order.total
             stack = () if source.stack is None else source.stack[1:]
             sizes = (columns, total) if source.transpose else (total, columns)
-            kind: Literal["expert", "linear"] = "expert" if isinstance(mix, Experts) else "linear"
             yield Parameter(
                 source.tensor("weight"),
                 (*stack, *sizes),
-                kind,
+                mix.weights,
                 index,
                 is_transposed=source.transpose,
             )
             if has_bias:
                 yield Parameter(source.tensor("bias"), (*stack, total), "vector", index)
-    if isinstance(branch.mix, Experts):
-        for name, shape, is_float32 in branch.mix.plain(hidden):
+        for name, shape, is_float32 in mix.plain(hidden):
             yield Parameter(name, shape, "vector", index, is_float32)
-    if isinstance(branch.mix, Attention) and branch.mix.sinks is not None:
-        yield Parameter(branch.mix.sinks, (branch.mix.num_heads,), "vector", index, True)
-    if isinstance(branch.mix, Attention) and branch.mix.norm is not None:
-        mix, norm = branch.mix, branch.mix.norm
-        for name, heads in ((norm.q, mix.num_heads), (norm.k, mix.num_kv_heads)):
-            for shape_name, shape in head_norm_tensors(name, norm.span, heads, mix.head_size):
-                yield Parameter(shape_name, shape, "vector", index, bool(norm.offset))
 
 
 def head_norm_tensors(

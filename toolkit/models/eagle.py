@@ -13,7 +13,18 @@ from typing import Any
 import msgspec
 
 from toolkit.models.architectures.llama import Config
-from toolkit.models.describe import Attention, Branch, Decoder, DraftLayer, Layer, Norm
+from toolkit.models.describe import (
+    Attention,
+    Branch,
+    Decoder,
+    DraftLayer,
+    Layer,
+    Norm,
+    Rope,
+    memory_of,
+    mixes_of,
+)
+from toolkit.models.memory import Memory
 from toolkit.models.parts import attention, gated_mlp, pre_norm, rms_norm
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -35,9 +46,12 @@ class Eagle:
     has_bias: bool  # of fc
 
     @property
-    def attention(self) -> list[Attention]:
-        branches = [branch for layer in self.layers for step in layer for branch in step]
-        return [branch.mix for branch in branches if isinstance(branch.mix, Attention)]
+    def memory(self) -> list[Memory]:
+        return memory_of(self.layers)
+
+    @property
+    def ropes(self) -> list[Rope]:
+        return [rope for mix in mixes_of(self.layers) for rope in mix.ropes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadNorm, HeadTransform
+from toolkit.attention import AttentionBatch, AttentionShape, HeadNorm, HeadTransform
 from toolkit.distributed import Shard, current_group, even_shard, expert_shards, kv_head_shard
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.norm import DTYPES, RowNorm
@@ -25,6 +26,8 @@ from toolkit.layers import (
 )
 from toolkit.layers.norm import norm_over_ranks
 from toolkit.models import describe
+from toolkit.models.model import PagedAttention
+from toolkit.models.rotary import RotaryTables
 from toolkit.weights.activation import activation_kind, gate_kind
 from toolkit.weights.quantization import target_device, unquantized
 from toolkit.weights.slots import JoinedSlot, Slot, Slots
@@ -42,6 +45,17 @@ class Mix(nn.Module):
 
     input: Linear | None
     output: Linear | None
+    attends: ClassVar[bool] = False  # what it computes for a token depends on other tokens
+    may_synchronize: ClassVar[bool] = False  # it may wait for the device: no CUDA graphs
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = self.output = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """A value that is equal for mixes that launch the same kernels."""
+        return (type(self), *((p.shape, p.dtype) for p in self.parameters()))
 
 
 class AttentionMix(Mix):
@@ -49,19 +63,14 @@ class AttentionMix(Mix):
 
     input: MergedLinear
     output: Linear
+    attends = True
 
     def __init__(
-        self,
-        attention: describe.Attention,
-        hidden: int,
-        rope: int | None,
-        q_rope: int | None,
-        num_inputs: int = 1,
+        self, attention: describe.Attention, hidden: int, rotary: RotaryTables, num_inputs: int = 1
     ) -> None:
-        """`rope`, `q_rope`: indices into a batch's rotations, see `HeadTransform`.
-
-        `num_inputs`: hidden states that are one input, one after the other."""
+        """`num_inputs`: hidden states that are one input, one after the other."""
         super().__init__()
+        rope, q_rope = rotary.indices(attention.rope)
         size = attention.head_size
         self.heads = even_shard(attention.num_heads, "attention heads")
         self.kv_heads = kv_head_shard(attention.num_kv_heads)
@@ -72,7 +81,7 @@ class AttentionMix(Mix):
         self._sinks_name, self.sinks = attention.sinks, None
         if attention.sinks is not None:
             self.sinks = parameter(torch.zeros(self.heads.count, dtype=torch.float32))
-        self.attn = Attention(
+        self.attn = PagedAttention(
             AttentionShape(
                 self.heads.count,
                 self.kv_heads.count,
@@ -100,6 +109,10 @@ class AttentionMix(Mix):
             self.norm(qkv)
         out: torch.Tensor = self.attn(qkv, batch)
         return out
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (self.attn.shape, self.attn.transform.rope is not None, *super().kind)
 
     def slots(self) -> Slots:
         if self._sinks_name is None or self.sinks is None:
@@ -189,7 +202,7 @@ class MLPMix(Mix):
     input: Linear
     output: Linear
 
-    def __init__(self, mlp: describe.MLP, hidden: int) -> None:
+    def __init__(self, mlp: describe.MLP, hidden: int, rotary: RotaryTables | None = None) -> None:
         super().__init__()
         kind = activation_kind(mlp.activation)
         if mlp.gate is None:
@@ -211,9 +224,10 @@ class MLPMix(Mix):
 class ExpertsMix(Mix):
     """Experts, and an MLP that computes every token, if there is one."""
 
-    def __init__(self, experts: describe.Experts, hidden: int) -> None:
+    def __init__(
+        self, experts: describe.Experts, hidden: int, rotary: RotaryTables | None = None
+    ) -> None:
         super().__init__()
-        self.input = self.output = None
         routing = Routing(
             experts.num_chosen,
             experts.scores,
@@ -253,14 +267,22 @@ class ExpertsMix(Mix):
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the sum of the experts, [num_tokens, hidden]."""
         assert isinstance(x, torch.Tensor), "without `input`, rows are complete"
-        slots = batch.slot_mapping
-        if len(slots) != len(x):  # only the wanted tokens are left
+        live = batch.live
+        if live is not None and len(live) != len(x):  # only the wanted tokens are left
             assert batch.wanted is not None
-            slots = slots[batch.wanted]
-        y: torch.Tensor = self.experts(x, *self.router(x, slots))
+            live = live[batch.wanted]
+        y: torch.Tensor = self.experts(x, *self.router(x, live))
         if self.shared is not None:
             shared = self.shared.output(self.shared(x, batch))
             if self.shared_gate is not None:
                 shared = shared * self.shared_gate(x).sigmoid()
             y = y + shared
         return y
+
+
+MODULES: dict[type[describe.Mix], Callable[[Any, int, RotaryTables], Mix]] = {
+    describe.Attention: AttentionMix,
+    describe.MLP: MLPMix,
+    describe.Experts: ExpertsMix,
+}
+"""Module of each description: made of it, the hidden size and the rotations."""

@@ -3,17 +3,35 @@
 import abc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from toolkit.attention import Attention, AttentionBatch
+from toolkit.attention import (
+    Attention,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    HeadTransform,
+)
 from toolkit.attention.packed import PackedBatch
 from toolkit.distributed import SINGLE_STAGE, Stage
 from toolkit.layers import OutputHead
+from toolkit.models.memory import Memory, TokenMemory
 from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
 from toolkit.weights.weight import Stored
+
+
+class Keeper(abc.ABC):
+    """A module that keeps something between steps: attention has keys and values."""
+
+    memory: Memory  # on this rank
+    backend: AttentionBackend  # of a memory of tokens; set before the first step
+
+    @abc.abstractmethod
+    def bind(self, *tensors: torch.Tensor) -> None:
+        """Get a tensor for each part of the memory, before the first step."""
 
 
 @runtime_checkable
@@ -35,7 +53,7 @@ class Model(nn.Module, abc.ABC):
     hidden_size: int
     dtype: torch.dtype  # of the activations
     architecture: str  # its name in config.json
-    may_synchronize: ClassVar[bool] = False  # a step may wait for the device
+    may_synchronize: bool = False  # a step may wait for the device
     unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
@@ -58,9 +76,14 @@ class Model(nn.Module, abc.ABC):
         for module in [module for module in self.modules() if isinstance(module, _Packable)]:
             module.pack()
 
-    def attention_layers(self) -> list[Attention]:
-        """Return the layers with a KV cache, in order."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
+    def keepers(self) -> list[Keeper]:
+        """Return the modules with memory, in order."""
+        return [module for module in self.modules() if isinstance(module, Keeper)]
+
+    @property
+    def memory(self) -> list[Memory]:
+        """Memory of this rank's layers."""
+        return [keeper.memory for keeper in self.keepers()]
 
     def with_few_layers(self) -> AbstractContextManager[None]:
         """Run as few layers inside the block as launch the kernels of all."""
@@ -121,6 +144,14 @@ class CausalLM(Model):
     def why_unrecorded(self) -> str | None:
         """Return why no step of a CPU has been recorded, None if one has."""
         return "the model's own code computes it"
+
+
+class PagedAttention(Attention, Keeper):
+    """Attention whose keys and values lie in blocks."""
+
+    def __init__(self, shape: AttentionShape, transform: HeadTransform | None = None) -> None:
+        super().__init__(shape, transform or HeadTransform())
+        self.memory = TokenMemory.of_keys(shape.num_kv_heads, shape.head_size, shape.sliding_window)
 
 
 @contextmanager

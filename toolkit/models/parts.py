@@ -11,6 +11,7 @@ from toolkit.models.describe import (
     DraftLayer,
     Experts,
     Layer,
+    Mix,
     Norm,
 )
 from toolkit.weights.source import Source, by_head, pairs_apart
@@ -70,7 +71,7 @@ def layer_norm(config: Any, name: str | None, eps: float, **options: Any) -> Nor
     return Norm(name, config.hidden_size, eps, is_centered=True, **given)
 
 
-def pre_norm(attn: Attention, attn_norm: Norm, mlp: MLP | Experts, mlp_norm: Norm) -> Layer:
+def pre_norm(attn: Mix, attn_norm: Norm, mlp: Mix, mlp_norm: Norm) -> Layer:
     """Describe a layer of attention and MLP, each after a norm."""
     return ((Branch(attn, attn_norm),), (Branch(mlp, mlp_norm),))
 

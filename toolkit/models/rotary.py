@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import CheckpointError
-from toolkit.models.describe import Attention, Rope
+from toolkit.models.describe import Rope
 
 
 class RotaryTables(nn.Module):
@@ -25,25 +25,24 @@ class RotaryTables(nn.Module):
     two agree as long as `max_model_len` is within the length that the model was first trained for.
     """
 
-    def __init__(self, layers: Iterable[Attention], max_model_len: int) -> None:
+    def __init__(self, ropes: Iterable[Rope], max_model_len: int) -> None:
         super().__init__()
         self._kinds: list[tuple[Rope, bool]] = []  # (rotation, is it of queries alone)
         self._max_model_len = max_model_len
         self._tables: list[str] = []
-        for attention in layers:
-            if attention.rope is not None:
-                self._add(attention.rope, False)
-                if attention.rope.query_scaling is not None:
-                    self._add(attention.rope, True)
+        for rope in ropes:
+            self._add(rope, False)
+            if rope.query_scaling is not None:
+                self._add(rope, True)
 
-    def indices(self, attention: Attention) -> tuple[int | None, int | None]:
+    def indices(self, rope: Rope | None) -> tuple[int | None, int | None]:
         """Return the tables of (queries and keys, queries alone) of a layer; None: none."""
-        if attention.rope is None:
+        if rope is None:
             return None, None
-        both = self._kinds.index((attention.rope, False))
-        if attention.rope.query_scaling is None:
+        both = self._kinds.index((rope, False))
+        if rope.query_scaling is None:
             return both, None
-        return both, self._kinds.index((attention.rope, True))
+        return both, self._kinds.index((rope, True))
 
     def take(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each table's rows, [num_tokens, 2, size / 2]."""

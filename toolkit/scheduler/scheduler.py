@@ -41,6 +41,7 @@ class Scheduler:
         policy: str = "fcfs",
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
+        shares_blocks: bool = True,
         chunks_prompts: bool = True,
         num_stages: int = 1,
         max_loras: int = 0,
@@ -50,10 +51,12 @@ class Scheduler:
     ) -> None:
         """`chunks_prompts`, `num_stages`: see `StepLimits`.
 
+        `shares_blocks`: a request can begin with another's blocks, or its own from before.
+
         `max_loras`: adapters that running requests may have.
         `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
         do."""
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching and shares_blocks
         self.ended_with_adapter: list[Request] = []
         """Requests that had an adapter. The owner empties it."""
         self._requests: dict[str, Request] = {}
@@ -69,7 +72,7 @@ class Scheduler:
         )
         self._queue = RequestQueue(policy)
         self._suspects = Suspects()
-        self._blocks = BlockTables(num_blocks, num_host_blocks, block_size)
+        self._blocks = BlockTables(num_blocks, num_host_blocks, block_size, shares=shares_blocks)
         self.pool, self.host_pool = self._blocks.pool, self._blocks.host_pool
         self.rows = Rows(max_num_seqs, block_size, max_model_len, most_drafts)
         self.adapters = Places[Request](max_loras)

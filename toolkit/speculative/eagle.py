@@ -35,7 +35,7 @@ class EagleModel(Model):
         """`target_size`: the model's hidden size."""
         hidden = description.hidden_size
         super().__init__(description.vocab_size, hidden)
-        self.rope = RotaryTables(description.attention, max_model_len)
+        self.rope = RotaryTables(description.ropes, max_model_len)
         source = description.own.product if isinstance(description, OwnLayer) else Source("fc")
         self.fc = Linear(self._fc_size(target_size), hidden, source, bias=description.has_bias)
         self._make_layers(description)
@@ -150,7 +150,7 @@ class Eagle3Model(EagleModel):
         assert isinstance(branch.mix, describe.Attention)
         self.embed_norm = Join(hidden, [_norm(description.embed_norm)])
         self.hidden_norm = Join(hidden, [_norm(description.hidden_norm)])
-        self.mix = AttentionMix(branch.mix, hidden, *self.rope.indices(branch.mix), num_inputs=2)
+        self.mix = AttentionMix(branch.mix, hidden, self.rope, num_inputs=2)
         self.mlp = Step(second, first, hidden, self.rope)
         self.last = Join(hidden, [_norm(description.norm)])
 

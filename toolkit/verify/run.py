@@ -261,9 +261,8 @@ def _transformers(
 
 def _rotation_by_length(description: Described, sizes: Sizes, eager: Answers) -> str | None:
     """Return a message if Transformers rotates short sequences by other angles than tk."""
-    layers = description.attention if isinstance(description, describe.Decoder) else []
-    for attention in layers:
-        rope = {} if attention.rope is None else attention.rope.parameters
+    ropes = description.ropes if isinstance(description, describe.Decoder) else []
+    for rope in (one.parameters for one in ropes):
         trained_len = rope.get("original_max_position_embeddings", sizes.context)
         if (
             rope.get("rope_type") == "longrope"

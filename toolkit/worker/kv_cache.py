@@ -1,60 +1,87 @@
-"""Memory of the KV cache, on the device and, for preempted requests, on the host."""
+"""Memory of layers on the device and, for blocks of preempted requests, on the host."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from toolkit.attention import AttentionBackend
+from toolkit.attention import Backends
 from toolkit.errors import ConfigError
-from toolkit.models.cache_layout import CacheLayout
+from toolkit.models.memory import MemoryLayout, RowMemory, TokenMemory
 from toolkit.models.model import Model
 from toolkit.weights.kinds import fp8
 
 SWAP_PIECE = 2**26  # bytes per copy between device and host
 
 
-class KVCache:
-    """Blocks [num_layers, 2, num_blocks, block_size, num_kv_heads, head_size].
+class RowStates:
+    """The tensors of layers' memory of rows: [num_rows, heads, size]."""
 
-    The second dimension is keys, then values."""
+    def __init__(self, model: Model, *, num_rows: int, device: torch.device) -> None:
+        for keeper in model.keepers():
+            if isinstance(memory := keeper.memory, RowMemory):
+                types = (torch.float32 if part.in_float32 else model.dtype for part in memory.parts)
+                keeper.bind(
+                    *(
+                        torch.zeros(num_rows, part.num_heads, part.size, dtype=dtype, device=device)
+                        for part, dtype in zip(memory.parts, types, strict=True)
+                    )
+                )
+
+
+class KVCache:
+    """The tensors of layers' memory of tokens.
+
+    Those of one shape lie together, [parts, num_blocks, block_size, heads, size]: a copy between
+    device and host takes a block of all of them at once."""
 
     def __init__(
         self,
-        model: Model,
+        layout: MemoryLayout,
         *,
         num_blocks: int,
         num_host_blocks: int,
-        block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = cache_layout(model, block_size).block_shape
-        self.device, self.dtype = device, dtype
+        self.layout, self.device, self.dtype = layout, device, dtype
         # FP8 is stored as bytes: not every device copies it by index.
         stored = torch.uint8 if dtype == fp8.DTYPE else dtype
-        self.blocks = _zeros((shape[0], 2, num_blocks, *shape[1:]), stored, device)
-        self.host_blocks = _zeros(
-            (shape[0], 2, num_host_blocks, *shape[1:]), stored, torch.device("cpu")
+        counts = Counter(part for memory in layout.of_tokens for part in memory.parts)
+        self.blocks, self.host_blocks = (
+            {
+                part: _zeros(
+                    (count, number, layout.block_size, part.num_heads, part.size), stored, place
+                )
+                for part, count in counts.items()
+            }
+            for number, place in ((num_blocks, device), (num_host_blocks, torch.device("cpu")))
         )
 
-    def bind(self, model: Model, backend: AttentionBackend) -> None:
-        """Give each attention layer its part."""
-        for layer, (keys, values) in zip(model.attention_layers(), self.blocks, strict=True):
-            layer.bind(backend, keys.view(self.dtype), values.view(self.dtype))
+    def bind(self, model: Model, backends: Backends) -> None:
+        """Give the layers their tensors."""
+        tensors = {part: iter(blocks) for part, blocks in self.blocks.items()}
+        for keeper in model.keepers():
+            if isinstance(memory := keeper.memory, TokenMemory):
+                own = (next(tensors[part]).view(self.dtype) for part in memory.parts)
+                keeper.bind(*own)
+                keeper.backend = backends.of(memory.parts[0].size)
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (block, host block) pairs to the host, in stream order."""
         for source, target in self._pieces(pairs):
-            self.host_blocks[:, :, target] = self.blocks[:, :, source.to(self.device)].cpu()
+            source = source.to(self.device)
+            for part, blocks in self.blocks.items():
+                self.host_blocks[part][:, target] = blocks[:, source].cpu()
 
     def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (host block, block) pairs to the device."""
         for source, target in self._pieces(pairs):
-            self.blocks[:, :, target.to(self.device)] = self.host_blocks[:, :, source].to(
-                self.device
-            )
+            target = target.to(self.device)
+            for part, blocks in self.blocks.items():
+                blocks[:, target] = self.host_blocks[part][:, source].to(self.device)
 
     def _pieces(
         self, pairs: Sequence[tuple[int, int]]
@@ -62,7 +89,7 @@ class KVCache:
         """Yield (sources, targets) int64, few at a time: gathering takes device memory."""
         if not pairs:
             return
-        at_once = max(1, SWAP_PIECE // self.blocks[:, :, 0].nbytes)
+        at_once = max(1, SWAP_PIECE // self.layout.block_bytes)
         for some in torch.split(torch.tensor(pairs, dtype=torch.int64), at_once):
             source, target = some.unbind(1)
             yield source, target
@@ -89,10 +116,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         .view(dtype)
         .view(shape)
     )
-
-
-def cache_layout(model: Model, block_size: int) -> CacheLayout:
-    """Return the layout of this rank's part of a model's cache."""
-    layers = model.attention_layers()
-    shape = layers[0].shape
-    return CacheLayout(len(layers), block_size, shape.num_kv_heads, shape.head_size)

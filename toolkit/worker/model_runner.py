@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from toolkit.attention import AttentionBackend, AttentionBatch
+from toolkit.attention import AttentionBatch, Backends
 from toolkit.attention.cpu import kernels_support
 from toolkit.hardware.parent import is_own_process
 from toolkit.lora.adapters import Adapters
@@ -98,16 +98,18 @@ class ModelRunner:
     """Returns how many kernels were compiled since its last call."""
 
     def __init__(
-        self, model: CausalLM, backend: AttentionBackend, cache: KVCache, state: BatchState
+        self, model: CausalLM, backends: Backends, cache: KVCache, state: BatchState
     ) -> None:
-        self.model, self.backend, self.cache, self.state = model, backend, cache, state
+        self.model, self.backends, self.cache, self.state = model, backends, cache, state
         self.caches = [cache]
         """The model's, and that of a drafter. They have the same block numbers."""
         self.device = state.device
-        kernels_compute = backend.name == "cpu" and kernels_support(cache.blocks[0, 0])
+        kernels_compute = backends.name == "cpu" and all(
+            map(kernels_support, cache.blocks.values())
+        )
         self._uses_one_torch_thread = kernels_compute and is_own_process()
         """True if our CPU kernels do nearly all work, in a process of our own."""
-        cache.bind(model, backend)
+        cache.bind(model, backends)
 
     @property
     def why_eager(self) -> str | None:

@@ -192,14 +192,14 @@ class Worker:
         wait_for_weights: Callable[[], None],
     ) -> None:
         """Make the runner, with a cache of as many blocks as there is room for."""
-        backend, block_bytes = factory.backend.name, factory.block_bytes
+        backend, layout = factory.backends.name, factory.layout
         room: int | None
         if cache_sizing.is_measured(setup):
             with setup.explain_lack_for_steps():
                 # The content of the only cache block does not matter.
                 size = CacheSize(1, 0, setup.max_model_len)
                 self.runner = factory.make(size)
-                info = describe_worker(setup, loaded, backend, size, block_bytes)
+                info = describe_worker(setup, loaded, backend, size, layout)
                 room = cache_sizing.measure_room(setup, self.runner, info, wait_for_weights)
                 del self.runner
                 empty_cache()
@@ -207,11 +207,11 @@ class Worker:
             wait_for_weights()
             room = None
         free = cache_sizing.free_on_host(setup, loaded.weight_bytes)
-        size = cache_sizing.choose_size(setup, free, block_bytes, factory.spare_bytes, room)
+        size = cache_sizing.choose_size(setup, free, layout, factory.spare_bytes, room)
         what, advice = describe_memory(
             self.config.cache,
-            cache=size.num_blocks * block_bytes,
-            swap=size.num_host_blocks * block_bytes,
+            cache=size.num_blocks * layout.block_bytes,
+            swap=size.num_host_blocks * layout.block_bytes,
             on_gpu=setup.device.type == "cuda",
         )
         with memory.explain_out_of_memory(what, setup.device, advice):
@@ -220,7 +220,7 @@ class Worker:
             waits = drop_graphs_that_wait(self.runner)
         if waits:
             logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")
-        self.info = describe_worker(setup, loaded, backend, size, block_bytes)
+        self.info = describe_worker(setup, loaded, backend, size, layout)
         overridden = self.config.cache.num_gpu_blocks_override is not None
         if overridden and setup.place.kernels is not None:
             with setup.explain_lack_for_steps():

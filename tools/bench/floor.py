@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.attention import AttentionShape
+from toolkit.attention import Attention, AttentionShape
 from toolkit.bench import workloads
 from toolkit.bench.workloads import Workload
 from toolkit.models.build import build_model, load_config
@@ -78,7 +78,7 @@ def load_sizes(folder: Path) -> tuple[ModelSizes, int, int]:
     sizes = ModelSizes(
         layers=sum(parameter.numel() for parameter in model.layers.parameters()),
         head=math.prod(model.lm_head.weight.shape),
-        attention=tuple(layer.shape for layer in model.attention_layers()),
+        attention=tuple(one.shape for one in model.modules() if isinstance(one, Attention)),
     )
     return sizes, describe(config).max_positions, model.vocab_size
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from toolkit.attention import AttentionBatch, choose_backend
+from toolkit.attention import AttentionBatch, Backends
 from toolkit.hardware.graph_capture import captured
 from toolkit.kernels import cpu
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.decoder import Decoder
+from toolkit.models.memory import MemoryLayout
 from toolkit.weights.loading.loader import load_weights
 from toolkit.worker.kv_cache import KVCache
 
@@ -64,19 +65,20 @@ def measure(
     if device.type == "cpu":
         cpu.set_num_threads(torch.get_num_threads())
         model.pack_weights()
-    shape = model.attention_layers()[0].shape
-    backend, _ = choose_backend("auto", device, kind, shape.head_size, BLOCK_SIZE)
+    layout = MemoryLayout.of(model.memory, BLOCK_SIZE, kind.itemsize, kind.itemsize)
+    sizes = [one.parts[0].size for one in layout.of_tokens]
+    backends = Backends("auto", device, kind, sizes, BLOCK_SIZE)
     blocks = context // BLOCK_SIZE + 1
     cache = KVCache(
-        model,
+        layout,
         num_blocks=max(requests) * blocks,
         num_host_blocks=0,
-        block_size=BLOCK_SIZE,
         dtype=kind,
         device=device,
     )
-    cache.bind(model, backend)
-    cache.blocks.normal_()
+    cache.bind(model, backends)
+    for part in cache.blocks.values():
+        part.normal_()
     runs = {number: _layers(model, _batch(number, context, device)) for number in requests}
     times: dict[int, list[float]] = {number: [] for number in requests}
     for _ in range(ROUNDS):

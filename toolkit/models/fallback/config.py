@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.models.cache_layout import KVShape
 from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.describe import External
+from toolkit.models.memory import TokenMemory
 
 _SYNONYMS: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size", "n_vocab"),
@@ -60,11 +60,13 @@ class FallbackConfig(ArchitectureConfig, kw_only=True):
         return (self.folder or Path()) / "config.json"
 
     @property
-    def attention(self) -> list[KVShape]:
-        """Layers as config.json suggests, for estimates; none if fields are missing."""
+    def memory(self) -> tuple[TokenMemory, ...]:
+        """Memory of the layers as config.json suggests; none if fields are missing."""
         heads = self.num_key_value_heads or self.num_attention_heads
         size = self.head_dim or self.hidden_size // max(1, self.num_attention_heads)
-        return [KVShape(heads, size)] * self.num_hidden_layers if heads and size else []
+        if not heads or not size:
+            return ()
+        return (TokenMemory.of_keys(heads, size),) * self.num_hidden_layers
 
 
 def may_fall_back(raw: Mapping[str, Any]) -> bool:
@@ -93,4 +95,5 @@ def fallback_config(raw: dict[str, Any]) -> FallbackConfig:
 
 def describe_fallback(config: FallbackConfig) -> External:
     """Describe the model as far as config.json says."""
-    return External("toolkit.models.fallback.model:TransformersModel", config.max_positions)
+    model = "toolkit.models.fallback.model:TransformersModel"
+    return External(model, config.max_positions, config.memory)

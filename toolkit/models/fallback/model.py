@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from toolkit.attention import Attention, AttentionBatch, AttentionShape
+from toolkit.attention import AttentionBatch, AttentionShape
 from toolkit.distributed import current_group, current_stage
 from toolkit.errors import CheckpointError, ToolkitError
 from toolkit.layers import OutputHead
@@ -46,7 +46,7 @@ from toolkit.models.fallback.swap import (
     swap_norms,
     swap_products,
 )
-from toolkit.models.model import CausalLM, default_dtype
+from toolkit.models.model import CausalLM, Keeper, PagedAttention, default_dtype
 from toolkit.weights.kinds.plain import PlainWeight
 from toolkit.weights.slots import JoinedSlot, Slot, Slots
 
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class TransformersModel(CausalLM):
     """A decoder that Transformers computes, but for attention, products and norms."""
 
-    may_synchronize: ClassVar[bool] = True
+    may_synchronize = True
 
     def __init__(self, config: FallbackConfig, description: External, max_model_len: int) -> None:
         self.group = current_group()
@@ -100,7 +100,7 @@ class TransformersModel(CausalLM):
             embedding.weight = nn.Parameter(rows, requires_grad=False)
         return head
 
-    def _attach(self, call: Call) -> Attention:
+    def _attach(self, call: Call) -> PagedAttention:
         """Add our attention to the module that calls it."""
         module, sinks = self.hf.get_submodule(call.path), None
         if call.sinks is not None:
@@ -115,7 +115,7 @@ class TransformersModel(CausalLM):
             call.soft_cap,
             sinks,
         )
-        attention = Attention(shape)
+        attention = PagedAttention(shape)
         vars(module)["tk"] = attention, self
         return attention
 
@@ -140,8 +140,8 @@ class TransformersModel(CausalLM):
             return logits
         return buffer[:, : logits.shape[1]].copy_(logits)
 
-    def attention_layers(self) -> list[Attention]:
-        return self._attention
+    def keepers(self) -> list[Keeper]:
+        return [*self._attention]
 
     @contextmanager
     def with_few_layers(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from toolkit.attention import AttentionBackend, AttentionBatch
+from toolkit.attention import AttentionBatch, Backends
 from toolkit.hardware.graph_capture import capture, empty_cache
 from toolkit.hardware.memory import to_device
 from toolkit.kernels.drafts import LATER, SAMPLES, Points
@@ -55,13 +55,13 @@ class CudaRunner(ModelRunner):
     def __init__(
         self,
         model: CausalLM,
-        backend: AttentionBackend,
+        backends: Backends,
         cache: KVCache,
         state: CudaBatchState,
         kernels: Kernels,
         policy: GraphPolicy,
     ) -> None:
-        super().__init__(model, backend, cache, state)
+        super().__init__(model, backends, cache, state)
         self.kernels, self.policy = kernels, policy
         num_rows = len(state.block_table) - 1
         num_points = num_rows + policy.most_step_drafts

@@ -283,6 +283,7 @@ class CudaBatchState(BatchState):
             block_table=self.block_table,
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
+            live=out[2],
             verifies=shape.verifies,
             order=self._order[:n],
         )
@@ -321,6 +322,7 @@ class CudaBatchState(BatchState):
             block_table=self.block_table,
             max_query_len=1,
             max_seq_len=max_seq_len,
+            live=inputs.slots,
             order=self._order[:num_reqs],
         )
         return inputs, batch

@@ -1,18 +1,30 @@
 """The number of blocks in a KV cache, and why a cache does not fit. Imports no torch."""
 
 import math
+from dataclasses import replace
 
 from toolkit.config import CacheConfig
 from toolkit.units import GIB, size
 
 
 def count_blocks(
-    config: CacheConfig, *, room: int, block_bytes: int, most_useful: int, on_gpu: bool
+    config: CacheConfig,
+    *,
+    room: int,
+    block_bytes: int,
+    most_useful: int,
+    on_gpu: bool,
+    swaps: bool = True,
 ) -> tuple[int, int]:
     """Return (blocks on the device, blocks on the host).
 
     `room`: free bytes for the cache. `most_useful`: blocks of max_num_seqs full-length requests; on
-    a CPU, more would waste memory."""
+    a CPU, more would waste memory, and blocks without bytes are of no use. `swaps`: requests can
+    continue from blocks alone."""
+    if not block_bytes:
+        return config.num_gpu_blocks_override or most_useful, 0
+    if not swaps:
+        config = replace(config, swap_space=0.0)
     swap = config.swap_space if config.swap_space is not None else 4.0 * on_gpu
     host = int(swap * GIB) // block_bytes
     if config.num_gpu_blocks_override is not None:

@@ -9,6 +9,7 @@ import torch
 from toolkit.errors import OutOfMemoryError
 from toolkit.hardware import memory
 from toolkit.hardware.figures import CPU_CACHE_SHARE
+from toolkit.models.memory import MemoryLayout
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
 from toolkit.worker.startup import memory_budget
@@ -45,7 +46,7 @@ def measure_room(
         warm_up.compile(setup.place.kernels, setup.num_compile_threads)
     wait_for_weights()
     drop_graphs_that_wait(runner)
-    if runner.backend.is_capturable and setup.place.kernels is not None:
+    if runner.backends.is_capturable and setup.place.kernels is not None:
         warm_up.choose_products()
     peak = warm_up.peak_bytes(samples=setup.place.stage.is_last) - info.cache_bytes
     peak += warm_up.graph_bytes()
@@ -61,13 +62,18 @@ def free_on_host(setup: Setup, weight_bytes: int) -> int:
 
 
 def choose_size(
-    setup: Setup, free: int, block_bytes: int, spare_bytes: int, room: int | None = None
+    setup: Setup,
+    free: int,
+    layout: MemoryLayout,
+    spare_bytes: int,
+    room: int | None = None,
 ) -> CacheSize:
     """Return the size of a cache. Raises OutOfMemoryError.
 
     `free`: bytes of the host's memory, for swap space and, on a CPU, for all. `spare_bytes`: of a
-    drafter's cache in addition to its blocks. `room`: bytes for the cache, if measured."""
+    cache in addition to its blocks. `room`: bytes for the cache, if measured."""
     cache, max_model_len = setup.config.cache, setup.max_model_len
+    block_bytes = layout.block_bytes
     on_gpu = setup.device.type == "cuda"
     room = int(free * CPU_CACHE_SHARE) - spare_bytes if room is None else room
     num_blocks, num_host_blocks = (
@@ -78,6 +84,7 @@ def choose_size(
             block_bytes=block_bytes,
             most_useful=setup.max_num_seqs * -(-max_model_len // cache.block_size),
             on_gpu=on_gpu,
+            swaps=not layout.row_bytes,
         )
     )
     overridden = (

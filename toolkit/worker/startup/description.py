@@ -4,8 +4,10 @@ import logging
 
 import torch
 
+from toolkit.attention import Attention
 from toolkit.config import Speculation
-from toolkit.models.model import CausalLM, Model
+from toolkit.models.memory import MemoryLayout
+from toolkit.models.model import Model
 from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.model_runner import ModelRunner
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe_worker(
-    setup: Setup, loaded: LoadedModel, backend: str, size: CacheSize, block_bytes: int
+    setup: Setup, loaded: LoadedModel, backend: str, size: CacheSize, layout: MemoryLayout
 ) -> WorkerInfo:
     """Return the description of a worker with a cache of this size."""
     device, config = setup.device, setup.config
@@ -36,7 +38,8 @@ def describe_worker(
         num_parameters=loaded.num_parameters,
         model_parameters=loaded.model_parameters,
         weight_bytes=loaded.weight_bytes,
-        cache_bytes=size.num_blocks * block_bytes,
+        cache_bytes=size.num_blocks * layout.block_bytes,
+        has_row_states=bool(layout.row_bytes),
         world_size=setup.place.world.size,
         async_scheduling=device.type == "cuda" if wanted is None else wanted,
         attention_size=_attention_size(loaded.model),
@@ -57,5 +60,5 @@ def describe_drafter(
 
 
 def _attention_size(model: Model) -> int:
-    layers = model.attention_layers() if isinstance(model, CausalLM) else []
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
     return sum(layer.shape.num_heads * layer.shape.head_size for layer in layers)

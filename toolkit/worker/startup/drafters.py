@@ -28,6 +28,7 @@ from toolkit.models.eagle import (
     describe_eagle,
     describe_own_layer,
 )
+from toolkit.models.memory import RowMemory
 from toolkit.models.model import CausalLM, Model
 from toolkit.speculative.draft_model import DraftModel
 from toolkit.speculative.eagle import EagleModel, EagleNetwork, build_eagle, taps_of
@@ -61,6 +62,8 @@ def check(setup: Setup) -> Speculation | None:
     problem = None
     if isinstance(described, Encoder) or not has_head(setup.model_config):
         problem = f"{name} generates no text"
+    elif any(isinstance(one, RowMemory) for one in described.memory):
+        problem = f"layers of {name} keep a state for each request, which drafts would change"
     elif setup.device.type != "cpu" and setup.place.kernels is None:
         problem = "on GPUs it needs the package triton"
     elif wanted.method != "ngram" and config.parallel.pipeline_parallel_size > 1:

@@ -4,10 +4,11 @@ import logging
 
 import torch
 
-from toolkit.attention import AttentionBackend, choose_backend
+from toolkit.attention import Backends
 from toolkit.config import Speculation
 from toolkit.lora.adapters import Adapters
 from toolkit.lora.weight import Active
+from toolkit.models.memory import MemoryLayout, TokenMemory
 from toolkit.models.model import CausalLM, Model
 from toolkit.sampling.processor_rows import Loaded
 from toolkit.speculative.lookup import DeviceLookup
@@ -18,7 +19,7 @@ from toolkit.worker.gpu.cuda_drafter import CudaDrafter
 from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.gpu.cuda_state import CudaBatchState
 from toolkit.worker.gpu.graph_policy import GraphPolicy
-from toolkit.worker.kv_cache import KVCache, cache_layout, choose_cache_dtype
+from toolkit.worker.kv_cache import KVCache, RowStates, choose_cache_dtype
 from toolkit.worker.model_runner import ModelRunner
 from toolkit.worker.startup import drafters
 from toolkit.worker.startup.cache_sizing import CacheSize
@@ -27,21 +28,21 @@ from toolkit.worker.startup.setup import Setup
 logger = logging.getLogger(__name__)
 
 
-def choose_attention(setup: Setup, model: CausalLM) -> tuple[torch.dtype, AttentionBackend, str]:
-    """Return (type of the cache, backend, why it was chosen).
+def choose_attention(setup: Setup, model: Model) -> tuple[torch.dtype, Backends]:
+    """Return the type of the cache, and the backends of a model or a drafter.
 
     Raises ConfigError if the device does not support those of the settings."""
     cache = setup.config.cache
     dtype = choose_cache_dtype(cache.kv_cache_dtype, setup.dtype, setup.device)
-    backend, why = choose_backend(
+    backends = Backends(
         setup.config.device.attention_backend,
         setup.device,
-        setup.dtype,
-        model.attention_layers()[0].shape.head_size,
+        model.dtype,
+        [one.parts[0].size for one in model.memory if isinstance(one, TokenMemory)],
         cache.block_size,
         fp8_cache=dtype == torch.float8_e4m3fn,
     )
-    return dtype, backend, why
+    return dtype, backends
 
 
 class RunnerFactory:
@@ -58,21 +59,29 @@ class RunnerFactory:
         self._setup, self._model, self._processors = setup, model, processors
         self._adapters, self._drafter = adapters, drafter
         self._block_size = setup.config.cache.block_size
-        self._cache_dtype, self.backend, why = choose_attention(setup, model)
-        logger.info("attention backend %s (%s)", self.backend.name, why)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block in the caches of the model and the drafter."""
-        return self._block_bytes(self._model) + self._drafter_block_bytes
+        self._cache_dtype, self.backends = choose_attention(setup, model)
+        logger.info("attention backend %s", self.backends.why)
+        drafts = [] if drafter is None else drafter.model.memory
+        self.layout = MemoryLayout.of(
+            model.memory,
+            self._block_size,
+            self._cache_dtype.itemsize,
+            model.dtype.itemsize,
+            drafter=drafts,
+        )
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of the drafter's cache in addition to its blocks."""
-        if self._drafter is None:
-            return 0
-        spare = self._setup.max_num_seqs * self._drafter.spare_blocks(self._block_size)
-        return spare * self._drafter_block_bytes
+        """Bytes in addition to blocks: for positions of drafts, and what rows keep."""
+        num_rows, spare = self._setup.max_num_seqs, 0
+        if self._drafter is not None:
+            spare = num_rows * self._drafter.spare_blocks(self._block_size)
+        return spare * self.layout.drafts.block_bytes + self._num_rows * self.layout.row_bytes
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the device's state: on a GPU, one is for padding."""
+        return self._setup.max_num_seqs + (self._setup.place.kernels is not None)
 
     def make(self, size: CacheSize) -> ModelRunner:
         """Return a runner. The size is that of the model's cache."""
@@ -84,11 +93,11 @@ class RunnerFactory:
 
     def _make_plain(self, size: CacheSize) -> ModelRunner:
         setup, kernels = self._setup, self._setup.place.kernels
+        RowStates(self._model, num_rows=self._num_rows, device=setup.device)
         cache = KVCache(
-            self._model,
+            self.layout,
             num_blocks=size.num_blocks,
             num_host_blocks=size.num_host_blocks,
-            block_size=self._block_size,
             dtype=self._cache_dtype,
             device=setup.device,
         )
@@ -100,7 +109,7 @@ class RunnerFactory:
                 setup.device,
                 self._processors,
             )
-            return ModelRunner(self._model, self.backend, cache, plain)
+            return ModelRunner(self._model, self.backends, cache, plain)
         active = None if self._adapters is None else self._adapters.active
         assert not isinstance(active, Active), "adapters have the device of the runner"
         wanted = setup.config.speculation.drafter
@@ -108,7 +117,7 @@ class RunnerFactory:
             setup.max_num_seqs,
             setup.token_budget,
             size.max_model_len,
-            captures=self.backend.is_capturable and not setup.config.device.enforce_eager,
+            captures=self.backends.is_capturable and not setup.config.device.enforce_eager,
             adapts=active is not None,
             most_drafts=0 if wanted is None else wanted.num_speculative_tokens,
         )
@@ -123,7 +132,7 @@ class RunnerFactory:
             active,
             policy.most_step_drafts if setup.place.stage.is_last else 0,
         )
-        return CudaRunner(self._model, self.backend, cache, state, kernels, policy)
+        return CudaRunner(self._model, self.backends, cache, state, kernels, policy)
 
     def _add_drafter(self, runner: ModelRunner, wanted: Speculation, size: CacheSize) -> None:
         """Have steps verify drafts."""
@@ -140,22 +149,14 @@ class RunnerFactory:
             return
         spare = loaded.spare_blocks(self._block_size)
         cache = KVCache(
-            loaded.model,
+            self.layout.drafts,
             num_blocks=size.num_blocks + spare * len(state.lengths),
             num_host_blocks=size.num_host_blocks,
-            block_size=self._block_size,
             dtype=self._cache_dtype,
             device=state.device,
         )
-        backend, _ = choose_backend(
-            self._setup.config.device.attention_backend,
-            state.device,
-            loaded.model.dtype,
-            loaded.model.attention_layers()[0].shape.head_size,
-            self._block_size,
-            fp8_cache=cache.dtype == torch.float8_e4m3fn,
-        )
-        cache.bind(loaded.model, backend)
+        _, backends = choose_attention(self._setup, loaded.model)
+        cache.bind(loaded.model, backends)
         state.set_spare_blocks(size.num_blocks, spare)
         runner.caches.append(cache)
         limit = min(loaded.limit, size.max_model_len)
@@ -166,14 +167,7 @@ class RunnerFactory:
                 runner.kernels,
                 runner.policy,
                 limit,
-                is_capturable=backend.is_capturable and not loaded.model.may_synchronize,
+                is_capturable=backends.is_capturable and not loaded.model.may_synchronize,
             )
         else:
             runner.drafter = ModelDrafter(loaded.network, state, loaded.most, limit)
-
-    @property
-    def _drafter_block_bytes(self) -> int:
-        return 0 if self._drafter is None else self._block_bytes(self._drafter.model)
-
-    def _block_bytes(self, model: Model) -> int:
-        return cache_layout(model, self._block_size).block_bytes(self._cache_dtype.itemsize)

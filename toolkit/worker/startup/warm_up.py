@@ -80,7 +80,7 @@ class WarmUp:
                 self.run()
                 self._run_step([1], is_constrained=True)
                 shapes = self._shapes(kernels.row_classes)
-                if runner.backend.is_capturable:
+                if runner.backends.is_capturable:
                     self._cuda_runner.rehearse(shapes)
                     return
                 for shape in shapes:  # padding is for graphs

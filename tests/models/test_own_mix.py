@@ -1,0 +1,167 @@
+"""A mix that tk does not know, with a state for each request, against whole sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from tests import checkpoints, engines
+from tests.checkpoints import VOCAB
+from tests.models import gated_mix
+from toolkit import LLM
+from toolkit.config import EngineConfig
+from toolkit.errors import ConfigError
+from toolkit.hardware.devices import find_device
+from toolkit.inventory.checkpoint import read_folder
+from toolkit.inventory.estimate import estimate
+from toolkit.models.architectures import llama
+from toolkit.models.config import registry
+from toolkit.models.describe import Branch, Decoder
+from toolkit.models.parts import attention
+
+HIDDEN, COUNT, LAYERS = 64, 20, 3
+PROMPTS = [[(5 * i + k) % VOCAB for i in range(3 * k)] for k in (4, 7, 9)]
+
+
+def describe_hybrid(config: Any) -> Decoder:
+    """Describe the second layer with attention in the place of its mix."""
+    described = gated_mix.describe(config)
+    (branch,), mlp = described.layers[1]
+    attn = Branch(attention(config, "model.layers.1.attn"), branch.norm)
+    layers = [described.layers[0], ((attn,), mlp), described.layers[2]]
+    return dataclasses.replace(described, layers=layers)
+
+
+@pytest.fixture(params=["alone", "hybrid"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkpoint with random weights."""
+    describe = gated_mix.describe if request.param == "alone" else describe_hybrid
+    module = types.SimpleNamespace(
+        ARCHITECTURES=("GatedForCausalLM",), Config=llama.Config, describe=describe
+    )
+    monkeypatch.setattr(registry, "_module", lambda kind: module)
+    monkeypatch.setattr(registry, "model_types", lambda: ("gated",))
+    checkpoints.save(checkpoints.make_reference("llama3-gqa"), tmp_path)
+    checkpoints.edit_json(
+        tmp_path / "config.json",
+        architectures=["GatedForCausalLM"],
+        model_type="gated",
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        one.name: torch.randn(one.shape, generator=generator)
+        * (1.0 if len(one.shape) == 1 else one.columns**-0.5)
+        for one in read_folder(tmp_path, "gated").description.parameters()
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def greedy(folder: Path, prompt: list[int]) -> list[int]:
+    """Return the likeliest tokens, by whole sequences in float64."""
+    w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    eps = read_folder(folder, "gated").config.rms_norm_eps
+
+    def product(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ w[f"{name}.weight"].T
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, (HIDDEN,), w[f"{name}.weight"], eps)
+
+    def recurrent(x: torch.Tensor, name: str) -> torch.Tensor:
+        q, k, v = (product(x, f"{name}.{part}").view(len(x), 4, 8) for part in "qkv")
+        # The state's decay from token j to token i is the product of the gates after j.
+        gates = product(x, f"{name}.gate").sigmoid().log().cumsum(0)
+        decay = (gates[:, None] - gates[None]).exp().permute(2, 0, 1).tril()
+        scores = torch.einsum("ihd,jhd->hij", q, k) * decay
+        return product(torch.einsum("hij,jhd->ihd", scores, v).flatten(1), f"{name}.out")
+
+    def attend(x: torch.Tensor, name: str) -> torch.Tensor:
+        q, k, v = (
+            product(x, f"{name}.{part}_proj").view(1, len(x), -1, 16).transpose(1, 2)
+            for part in "qkv"
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return product(out[0].transpose(0, 1).flatten(1), f"{name}.o_proj")
+
+    tokens = list(prompt)
+    for _ in range(COUNT):
+        x = w["model.embed_tokens.weight"][tokens]
+        for index in range(LAYERS):
+            name = f"model.layers.{index}"
+            is_attention = f"{name}.attn.q_proj.weight" in w
+            mix = attend if is_attention else recurrent
+            x = x + mix(norm(x, f"{name}.norm1"), f"{name}.attn" if is_attention else name)
+            y = norm(x, f"{name}.norm2")
+            gate, up = (product(y, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+            x = x + product(F.silu(gate) * up, f"{name}.mlp.down_proj")
+        tokens.append(int(product(norm(x[-1], "model.norm"), "lm_head").argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 8},
+        {"num_gpu_blocks_override": 18, "swap_space": 0.01},
+    ],
+    ids=["plain", "chunks", "preemption"],
+)
+def test_states_give_the_right_tokens(folder: Path, settings: dict[str, Any], device: str) -> None:
+    given = {"device": device, "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+    llm = LLM(str(folder), **given, **settings)
+    num_preempted = engines.count_stats(llm, "num_preemptions")
+    expected = [greedy(folder, prompt) for prompt in PROMPTS]
+    for _ in range(2):  # rows are used again
+        outputs = checkpoints.generate(llm, PROMPTS, max_tokens=COUNT, ignore_eos=True)
+        assert [list(one.outputs[0].token_ids) for one in outputs] == expected
+        assert [one.num_cached_tokens for one in outputs] == [0, 0, 0]
+    assert (num_preempted() > 0) == ("swap_space" in settings)
+
+
+def test_several_answers_have_states_of_their_own(folder: Path) -> None:
+    llm = LLM(str(folder), device="cpu", dtype="float32", max_num_seqs=3)
+    [both] = checkpoints.generate(llm, PROMPTS[:1], max_tokens=COUNT, ignore_eos=True, n=2)
+    assert [list(one.token_ids) for one in both.outputs] == [greedy(folder, PROMPTS[0])] * 2
+    [sampled] = checkpoints.generate(
+        llm, PROMPTS[:1], max_tokens=COUNT, ignore_eos=True, n=3, temperature=1.0, seed=1
+    )
+    assert len({one.token_ids[0] for one in sampled.outputs}) > 1
+
+
+def test_estimate_is_that_of_the_worker(folder: Path) -> None:
+    settings = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8}
+    llm = LLM(str(folder), **settings)
+    config = EngineConfig.from_settings(settings)
+    found = estimate(read_folder(folder, "gated"), config, find_device("cpu"))
+    assert (found.num_blocks, found.cache) == (llm.info.num_blocks, llm.info.cache_bytes)
+    assert found.fits
+    is_hybrid = found.block_bytes > 0
+    states = {
+        keeper.states.shape
+        for keeper in engines.model(llm).keepers()
+        if isinstance(keeper, gated_mix.GatedMix)
+    }
+    assert states == {(8, 4, 64)}
+    assert is_hybrid == any(hasattr(one, "k_cache") for one in engines.model(llm).keepers())
+
+
+def test_drafts_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="keep a state for each request, which drafts would"):
+        LLM(str(folder), device="cpu", speculative_config={"method": "ngram"})

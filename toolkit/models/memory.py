@@ -1,0 +1,135 @@
+"""Memory of layers: what they keep between steps, in which shapes. Imports no torch.
+
+A description declares it (`describe.Mix.memory`). Worker, `tk show` and `--dry-run` read the
+layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a layer's memory: a number of vectors for each token, or each request.
+
+    Ranks share the heads. With fewer heads than ranks, several ranks have the same."""
+
+    num_heads: int
+    size: int  # of a head's vector
+    in_float32: bool = False
+    """Else in the type of --kv-cache-dtype; a memory of rows, in that of the activations."""
+
+    def on_rank(self, num_ranks: int) -> Part:
+        return replace(self, num_heads=max(1, self.num_heads // num_ranks))
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.num_heads * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMemory:
+    """Memory of tokens. It lies in blocks, which a request's block table lists."""
+
+    parts: tuple[Part, ...]  # such as keys and values
+    window: int = 0
+    """Tokens that a token reads, with itself; 0: all. Others are kept, too."""
+
+    @classmethod
+    def of_keys(cls, num_kv_heads: int, head_size: int, window: int = 0) -> Self:
+        """Return the memory of keys and values."""
+        return cls((Part(num_kv_heads, head_size),) * 2, window)
+
+
+@dataclass(frozen=True, slots=True)
+class RowMemory:
+    """Memory of a fixed size for each running request, such as a recurrent state.
+
+    A layer finds a request's by `AttentionBatch.rows`, and starts from zeros where the step has the
+    request's first token: `AttentionBatch.is_first`."""
+
+    parts: tuple[Part, ...]
+
+
+Memory = TokenMemory | RowMemory
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLayout:
+    """Memory of layers on one rank. A block number finds the tokens of all layers.
+
+    Each layer has tensors of its own shape: [blocks, block size, heads, size] for each part of its
+    memory of tokens, [requests, heads, size] for each part of its memory of rows."""
+
+    layers: tuple[Memory, ...]
+    block_size: int  # tokens
+    itemsize: int  # bytes of an element in blocks
+    row_itemsize: int  # and in the memory of rows
+    drafter: tuple[Memory, ...] = ()  # of the drafter's layers, which have the same blocks
+
+    @classmethod
+    def of(
+        cls,
+        layers: Iterable[Memory],
+        block_size: int,
+        itemsize: int,
+        row_itemsize: int,
+        *,
+        drafter: Iterable[Memory] = (),
+        num_ranks: int = 1,
+    ) -> Self:
+        """Return one rank's layout of complete layers."""
+        own, drafts = (
+            tuple(
+                replace(one, parts=tuple(part.on_rank(num_ranks) for part in one.parts))
+                for one in those
+            )
+            for those in (layers, drafter)
+        )
+        return cls(own, block_size, itemsize, row_itemsize, drafts)
+
+    @property
+    def drafts(self) -> Self:
+        """The layout of the drafter alone."""
+        return replace(self, layers=self.drafter, drafter=())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers, with those of the drafter."""
+        return sum(self.layer_bytes(one) for one in self._of_tokens(*self.layers, *self.drafter))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a request's memory of rows in all layers."""
+        return sum(
+            part.count * (4 if part.in_float32 else self.row_itemsize)
+            for one in (*self.layers, *self.drafter)
+            if isinstance(one, RowMemory)
+            for part in one.parts
+        )
+
+    def layer_bytes(self, memory: TokenMemory) -> int:
+        """Return the bytes of a layer's part of a block."""
+        return self.block_size * self.itemsize * sum(part.count for part in memory.parts)
+
+    @property
+    def of_tokens(self) -> list[TokenMemory]:
+        """The model's layers with memory of tokens."""
+        return self._of_tokens(*self.layers)
+
+    @staticmethod
+    def _of_tokens(*layers: Memory) -> list[TokenMemory]:
+        return [one for one in layers if isinstance(one, TokenMemory)]
+
+    def outside_windows(self, length: int) -> float:
+        """Return the part of a sequence's blocks that is outside the layers' windows."""
+        total = sum(map(self.layer_bytes, self.of_tokens)) * length
+        outside = sum(
+            self.layer_bytes(one) * max(0, length - one.window)
+            for one in self.of_tokens
+            if one.window
+        )
+        return outside / total if total else 0.0
