@@ -112,3 +112,19 @@ def test_rates_follow_each_request():
 def test_wrong_settings_are_one_error(given: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         Speculation.parse(given)
+
+
+def test_a_slow_drafter_that_is_always_wrong_is_seldom_asked(monkeypatch):
+    """Drafts that take no time of their own are tried again after fewer steps."""
+    monkeypatch.setattr(StepCosts, "useful", USEFUL)
+    counts, plain, most = [], [(1, 1.0), (9, 1.1)], np.array([3], np.int32)
+    for drafting in ([(1, 0.5)], []):
+        times = StepTimes(plain, drafting=drafting)
+        costs, rates, row = StepCosts(times), AcceptanceRates(1, times.idle_fading), np.array([0])
+        counts.append(0)
+        for _ in range(2000):
+            is_asked = PAYS(costs, most, rates.of(row))
+            rates.learn(row, most * is_asked, np.array([0]))
+            counts[-1] += is_asked
+    slow, free = counts
+    assert slow < 12 < 5 * slow < free

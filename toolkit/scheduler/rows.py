@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from toolkit.scheduler.output import IntArray
 from toolkit.scheduler.request import ACCEPTED, NUM_COUNTS, REJECTED, Request
-from toolkit.scheduler.speculation import AcceptanceRates
+from toolkit.scheduler.speculation import IDLE_FADING, AcceptanceRates
 
 NO_STEP = np.iinfo(np.int32).max
 NO_TOKEN = -2
@@ -21,7 +21,12 @@ class Rows:
     (`Request.flush_tail`)."""
 
     def __init__(
-        self, num_rows: int, block_size: int, max_model_len: int, most_drafts: int = 0
+        self,
+        num_rows: int,
+        block_size: int,
+        max_model_len: int,
+        most_drafts: int = 0,
+        idle_fading: float = IDLE_FADING,
     ) -> None:
         self.max_model_len = max_model_len
         self.free = list(range(num_rows - 1, -1, -1))
@@ -45,7 +50,7 @@ class Rows:
         self.has_drafted = np.zeros(num_rows, np.bool_)  # True if its latest step makes drafts
         self.draft_tokens = np.zeros((num_rows, most_drafts), np.int32)
         self.most_drafts = np.zeros(num_rows, np.int32)  # that the request wants in a step
-        self.rates = AcceptanceRates(num_rows)
+        self.rates = AcceptanceRates(num_rows, idle_fading)
         self.fresh = np.zeros(num_rows, np.int32)  # tokens that the last step with it brought
         self.clients = np.zeros(num_rows, np.int32)
         self.numbers = np.zeros(num_rows, np.int64)

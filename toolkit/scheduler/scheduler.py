@@ -74,7 +74,9 @@ class Scheduler:
         self._suspects = Suspects()
         self._blocks = BlockTables(num_blocks, num_host_blocks, block_size, shares=shares_blocks)
         self.pool, self.host_pool = self._blocks.pool, self._blocks.host_pool
-        self.rows = Rows(max_num_seqs, block_size, max_model_len, most_drafts)
+        self.rows = Rows(
+            max_num_seqs, block_size, max_model_len, most_drafts, step_times.idle_fading
+        )
         self.adapters = Places[Request](max_loras)
         """The devices' places for adapters, by the adapters' keys."""
         self.running = RunningRequests(

@@ -10,6 +10,7 @@ from toolkit.scheduler.output import IntArray
 
 FADING = 0.9  # weight of a row's past, with each step that verified drafts
 IDLE_FADING = 0.99  # the same, with each step without
+IDLE_FADING_IF_SLOW = 0.998  # the same, if guessing takes time: wrong drafts are tried less often
 PRIOR_WEIGHT = 2.0  # drafts that the expectation for a new row counts as
 FIRST_GUESS = 0.6  # expected acceptance before anything is known
 Rows = npt.NDArray[np.intp]
@@ -18,7 +19,8 @@ Rows = npt.NDArray[np.intp]
 class AcceptanceRates:
     """Share of each row's drafts that were right, of those that followed right ones."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, idle_fading: float = IDLE_FADING) -> None:
+        self._idle_fading = idle_fading
         self._accepted = np.zeros(num_rows)
         self._tried = np.zeros(num_rows)
         self._all_accepted = self._all_tried = 0.0
@@ -30,11 +32,12 @@ class AcceptanceRates:
     def learn(self, rows: Rows, num_drafts: IntArray, num_accepted: IntArray) -> None:
         """Take in a step's results [n]. The draft after the last right one was tried, too."""
         tried = np.minimum(num_accepted + 1, num_drafts)
-        fading = np.where(tried > 0, FADING, IDLE_FADING)
+        fading = np.where(tried > 0, FADING, self._idle_fading)
         self._accepted[rows] = fading * self._accepted[rows] + num_accepted
         self._tried[rows] = fading * self._tried[rows] + tried
-        self._all_accepted = IDLE_FADING * self._all_accepted + float(num_accepted.sum())
-        self._all_tried = IDLE_FADING * self._all_tried + float(tried.sum())
+        fading_of_all = self._idle_fading
+        self._all_accepted = fading_of_all * self._all_accepted + float(num_accepted.sum())
+        self._all_tried = fading_of_all * self._all_tried + float(tried.sum())
 
     def of(self, rows: Rows) -> npt.NDArray[np.float64]:
         """Return the expected rates [n], 0 to 1."""
@@ -60,6 +63,11 @@ class StepTimes(msgspec.Struct, frozen=True):
     """By requests, of steps in which all are padded to the most drafts. Empty: none are padded."""
     drafting: Times = ()
     """By requests, of the drafter alone. Empty: it takes no time, or `verifying` includes it."""
+
+    @property
+    def idle_fading(self) -> float:
+        """Weight of a row's past acceptance, with each step without drafts."""
+        return IDLE_FADING_IF_SLOW if self.drafting else IDLE_FADING
 
 
 UNKNOWN_TIMES = StepTimes()
