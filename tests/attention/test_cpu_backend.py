@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.attention import AttentionBatch, AttentionShape, HeadNorm, HeadTransform
+from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadNorm, HeadTransform
 from toolkit.attention.cpu import CPUBackend
 from toolkit.attention.torch import TorchBackend
 from toolkit.kernels import cpu
@@ -66,8 +66,10 @@ def assert_equals_reference(
             for backend, cache in backends:
                 step = make_batch(MIXED, tables)
                 step.block_table, step.slot_mapping = batch.block_table, batch.slot_mapping
-                query = backend.write(qkv.clone(), *cache[layer], step, shape, transform)
-                found.append(backend.attend(query, *cache[layer], step, shape).float())
+                own = Attention(shape, transform)
+                own.bind(*cache[layer])
+                query = backend.write(own, qkv.clone(), step)
+                found.append(backend.attend(own, query, step).float())
             torch.testing.assert_close(found[0], found[1], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(ours.float(), expected.float(), atol=tolerance, rtol=tolerance)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from toolkit.attention import Attention
 from toolkit.attention.triton import TritonBackend
 from toolkit.config import EngineConfig
 from toolkit.models.decoder import Decoder
@@ -59,10 +61,10 @@ def test_graph_with_a_stale_pointer_is_found(checkpoint, monkeypatch, dtype):
 def test_wrong_attention_scale_is_found(checkpoint, monkeypatch):
     forward = TritonBackend.forward
 
-    def scaled(backend: Any, *args: Any) -> torch.Tensor:
-        *rest, shape, transform = args
-        wrong = dataclasses.replace(shape, scale=1.2 * shape.scale)
-        return forward(backend, *rest, wrong, transform)
+    def scaled(backend: Any, layer: Attention, *rest: Any) -> torch.Tensor:
+        wrong = copy.copy(layer)
+        wrong.shape = dataclasses.replace(layer.shape, scale=1.2 * layer.shape.scale)
+        return forward(backend, wrong, *rest)
 
     monkeypatch.setattr(TritonBackend, "forward", scaled)
     assert differing(verified(checkpoint, "qwen3", dtype="bfloat16")) == ["kernels"]

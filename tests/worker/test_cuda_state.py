@@ -11,7 +11,7 @@ import torch
 
 from tests import engines
 from toolkit import LLM, SamplingParams
-from toolkit.attention import AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadTransform
 from toolkit.attention.triton import TritonBackend
 from toolkit.kernels.table import Kernels
 from toolkit.sampling.params import SamplingParams as Params
@@ -196,9 +196,9 @@ def test_warm_up_compiles_all_kinds_of_steps(checkpoint, triton_runs, monkeypatc
     backend_of = worker.runner.model.keepers()[0].backend
     attend = backend_of.forward
 
-    def forward(qkv, k_cache, v_cache, batch, *rest):
+    def forward(layer, qkv, batch):
         sizes.append((len(qkv), batch.max_query_len))
-        return attend(qkv, k_cache, v_cache, batch, *rest)
+        return attend(layer, qkv, batch)
 
     def rehearse(shapes):
         sizes.extend((shape.num_tokens, shape.max_query_len) for shape in shapes)
@@ -217,5 +217,7 @@ def test_decode_attention_gets_the_order():
     )
     backend, received = TritonBackend.__new__(TritonBackend), {}
     backend._decode = lambda *tensors, **more: received.update(more)
-    backend.forward(*[torch.zeros(3)] * 3, batch, AttentionShape(4, 2, 32, 1.0), HeadTransform())
+    layer = Attention(AttentionShape(4, 2, 32, 1.0), HeadTransform())
+    layer.bind(torch.zeros(3), torch.zeros(3))
+    backend.forward(layer, torch.zeros(3), batch)
     assert received["order"] is batch.order

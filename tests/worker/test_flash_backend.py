@@ -12,7 +12,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from toolkit.attention import AttentionBatch, AttentionShape, choose_backend
+from toolkit.attention import (
+    Attention,
+    AttentionBatch,
+    AttentionShape,
+    HeadTransform,
+    choose_backend,
+)
 from toolkit.attention import flash as flash_module
 from toolkit.attention.flash import FlashBackend
 from toolkit.attention.torch import TorchBackend
@@ -120,6 +126,13 @@ def a_step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
     return torch.randn(int(counts.sum()), HEADS, SIZE), caches[0], caches[1], batch
 
 
+def layer_of(k: torch.Tensor, v: torch.Tensor, options: dict[str, float]) -> Attention:
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **options)
+    layer = Attention(shape, HeadTransform())
+    layer.bind(k, v)
+    return layer
+
+
 @pytest.mark.parametrize("shape_options", [{}, {"sliding_window": 7}, {"soft_cap": 2.0}])
 @pytest.mark.parametrize("cute", [True, False], ids=["flash-attn-4", "flash-attn 2"])
 def test_flash_attn_gets_the_prompts_and_their_pages(monkeypatch, cute, shape_options):
@@ -131,10 +144,10 @@ def test_flash_attn_gets_the_prompts_and_their_pages(monkeypatch, cute, shape_op
     monkeypatch.setattr("toolkit.attention.triton.kernels_for", lambda device: Kernels())
     cpu = torch.device("cpu")
     q, k, v, batch = a_step()
-    shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **shape_options)
-    expected = TorchBackend(cpu).attend(q, k, v, batch, shape)
+    layer = layer_of(k, v, shape_options)
+    expected = TorchBackend(cpu).attend(layer, q, batch)
     torch.testing.assert_close(
-        FlashBackend(cpu).attend(q, k, v, batch, shape), expected, rtol=1e-4, atol=1e-5
+        FlashBackend(cpu).attend(layer, q, batch), expected, rtol=1e-4, atol=1e-5
     )
 
 
@@ -171,8 +184,8 @@ def test_flash_attn_matches_the_reference(shape_options):
     q, k, v = (x.to(device, torch.bfloat16) for x in (q, k, v))
     for name in ("query_start_loc", "seq_lens", "rows", "block_table"):
         setattr(batch, name, getattr(batch, name).to(device))
-    shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, **shape_options)
+    layer = layer_of(k, v, shape_options)
     actual, expected = (
-        backend(device).attend(q, k, v, batch, shape) for backend in (FlashBackend, TorchBackend)
+        backend(device).attend(layer, q, batch) for backend in (FlashBackend, TorchBackend)
     )
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)

@@ -1,10 +1,12 @@
 """The interface of attention backends, and the choice among them."""
 
+from __future__ import annotations
+
 import abc
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,9 @@ import torch
 
 from toolkit.errors import ConfigError
 from toolkit.kernels.reference import HeadNorm
+
+if TYPE_CHECKING:
+    from toolkit.attention.layer import Attention
 
 
 @dataclass(slots=True)
@@ -115,43 +120,19 @@ class AttentionBackend(abc.ABC):
     ) -> str | None:
         """Return why it cannot run there, or None if it can."""
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-        transform: HeadTransform,
-    ) -> torch.Tensor:
+    def forward(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Call `write`, then `attend`."""
-        query = self.write(qkv, k_cache, v_cache, batch, shape, transform)
-        return self.attend(query, k_cache, v_cache, batch, shape)
+        return self.attend(layer, self.write(layer, qkv, batch), batch)
 
     @abc.abstractmethod
-    def write(
-        self,
-        qkv: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-        transform: HeadTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Transform the heads and cache keys and values. Return the queries.
 
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
         Returns [num_tokens, num_heads, head_size]."""
 
     @abc.abstractmethod
-    def attend(
-        self,
-        query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
+    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return causal attention over the requests' cached tokens.
 
         query, and the result: [num_tokens, num_heads, head_size]."""

@@ -10,12 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from toolkit.attention.backend import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionShape,
-    HeadTransform,
-)
+from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
+from toolkit.attention.layer import Attention
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.attention import DTYPES, MAX_HEAD_SIZE, AttentionStep, Layer
 
@@ -49,45 +45,28 @@ class CPUBackend(AttentionBackend):
     ) -> str | None:
         return None if device.type == "cpu" else "needs a CPU"
 
-    def write(
-        self,
-        qkv: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-        transform: HeadTransform,
-    ) -> torch.Tensor:
-        arguments = transform.arguments(batch)
-        layer = self._layers.get(k_cache.data_ptr())
-        if layer is None and kernels_support(k_cache):
-            layer = self._layers[k_cache.data_ptr()] = _layer(k_cache, v_cache, shape, transform)
-        if layer is not None:
-            return layer.write(qkv, _step(batch), arguments["cos_sin"], arguments["q_cos_sin"])
+    def write(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        arguments = layer.transform.arguments(batch)
+        kernels = self._layers.get(layer.k_cache.data_ptr())
+        if kernels is None and kernels_support(layer.k_cache):
+            kernels = self._layers[layer.k_cache.data_ptr()] = _kernels_of(layer)
+        if kernels is not None:
+            return kernels.write(qkv, _step(batch), arguments["cos_sin"], arguments["q_cos_sin"])
         return reference.qk_norm_rope_write(
             qkv,
             batch.slot_mapping,
-            k_cache,
-            v_cache,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
+            layer.k_cache,
+            layer.v_cache,
+            num_heads=layer.shape.num_heads,
+            num_kv_heads=layer.shape.num_kv_heads,
             **arguments,
         )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
-        layer = self._layers.get(k_cache.data_ptr())
-        return (
-            layer.attend(query, _step(batch))
-            if layer
-            else _gathered(query, k_cache, v_cache, batch, shape)
-        )
+    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        kernels = self._layers.get(layer.k_cache.data_ptr())
+        if kernels is not None:
+            return kernels.attend(query, _step(batch))
+        return _gathered(query, layer.k_cache, layer.v_cache, batch, layer.shape)
 
 
 def kernels_support(k_cache: torch.Tensor) -> bool:
@@ -97,12 +76,11 @@ def kernels_support(k_cache: torch.Tensor) -> bool:
     return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[-1] <= MAX_HEAD_SIZE
 
 
-def _layer(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, shape: AttentionShape, transform: HeadTransform
-) -> Layer:
+def _kernels_of(layer: Attention) -> Layer:
+    shape, transform = layer.shape, layer.transform
     return Layer(
-        k_cache,
-        v_cache,
+        layer.k_cache,
+        layer.v_cache,
         shape.num_heads,
         scale=shape.scale,
         sliding_window=shape.sliding_window,

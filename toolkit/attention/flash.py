@@ -4,7 +4,8 @@ from importlib.util import find_spec
 
 import torch
 
-from toolkit.attention.backend import AttentionBatch, AttentionShape
+from toolkit.attention.backend import AttentionBatch
+from toolkit.attention.layer import Attention
 from toolkit.attention.triton import TritonBackend
 
 FLASH_2_PAGE = 256  # flash-attn 2 needs a block size divisible by this
@@ -61,16 +62,10 @@ class FlashBackend(TritonBackend):
             return f"flash-attn 2 needs --block-size {FLASH_2_PAGE} or a multiple"
         return None
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
+    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        shape = layer.shape
         if batch.max_query_len == 1 or batch.verifies or shape.sinks is not None:
-            return super().attend(query, k_cache, v_cache, batch, shape)
+            return super().attend(layer, query, batch)
         options = {
             "softmax_scale": shape.scale,
             "causal": True,
@@ -82,17 +77,16 @@ class FlashBackend(TritonBackend):
             "max_seqlen_k": batch.max_seq_len,
             "cu_seqlens_q": batch.query_start_loc,
         }
-        table = self._table(batch, k_cache.shape[1])
+        caches = layer.k_cache, layer.v_cache
+        table = self._table(batch, layer.k_cache.shape[1])
         if self._cute:
             both = self._flash(
-                query, k_cache, v_cache, seqused_k=batch.seq_lens, page_table=table, **options
+                query, *caches, seqused_k=batch.seq_lens, page_table=table, **options
             )
             out: torch.Tensor = both[0] if isinstance(both, tuple) else both
         else:
             ends = self._ends(batch)
-            out = self._flash(
-                query, k_cache, v_cache, cu_seqlens_k=ends, block_table=table, **options
-            )
+            out = self._flash(query, *caches, cu_seqlens_k=ends, block_table=table, **options)
         return out
 
     @property

@@ -31,7 +31,4 @@ class Attention(nn.Module):
         """Return attention [num_tokens, num_heads · head_size] of the step's tokens.
 
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size]."""
-        out = self.backend.forward(
-            qkv, self.k_cache, self.v_cache, batch, self.shape, self.transform
-        )
-        return out.flatten(1)
+        return self.backend.forward(self, qkv, batch).flatten(1)

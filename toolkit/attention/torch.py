@@ -2,12 +2,8 @@
 
 import torch
 
-from toolkit.attention.backend import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionShape,
-    HeadTransform,
-)
+from toolkit.attention.backend import AttentionBackend, AttentionBatch
+from toolkit.attention.layer import Attention
 from toolkit.kernels import reference
 
 
@@ -20,42 +16,27 @@ class TorchBackend(AttentionBackend):
     ) -> str | None:
         return None
 
-    def write(
-        self,
-        qkv: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-        transform: HeadTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         return reference.qk_norm_rope_write(
             qkv,
             batch.slot_mapping,
-            k_cache,
-            v_cache,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            **transform.arguments(batch),
+            layer.k_cache,
+            layer.v_cache,
+            num_heads=layer.shape.num_heads,
+            num_kv_heads=layer.shape.num_kv_heads,
+            **layer.transform.arguments(batch),
         )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
+    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         return reference.paged_attention(
             query,
-            k_cache,
-            v_cache,
+            layer.k_cache,
+            layer.v_cache,
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table[batch.rows],
-            scale=shape.scale,
-            sliding_window=shape.sliding_window,
-            soft_cap=shape.soft_cap,
-            sinks=shape.sinks,
+            scale=layer.shape.scale,
+            sliding_window=layer.shape.sliding_window,
+            soft_cap=layer.shape.soft_cap,
+            sinks=layer.shape.sinks,
         )

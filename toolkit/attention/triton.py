@@ -2,12 +2,8 @@
 
 import torch
 
-from toolkit.attention.backend import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionShape,
-    HeadTransform,
-)
+from toolkit.attention.backend import AttentionBackend, AttentionBatch
+from toolkit.attention.layer import Attention
 from toolkit.kernels.table import kernels_for
 
 
@@ -35,68 +31,45 @@ class TritonBackend(AttentionBackend):
             return f"supports head sizes up to 256, and the model's is {head_size}"
         return None
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-        transform: HeadTransform,
-    ) -> torch.Tensor:
+    def forward(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Run decode steps in one kernel."""
         if batch.max_query_len > 1:
-            return super().forward(qkv, k_cache, v_cache, batch, shape, transform)
+            return super().forward(layer, qkv, batch)
         return self._decode(
             qkv,
-            k_cache,
-            v_cache,
+            layer.k_cache,
+            layer.v_cache,
             batch.slot_mapping,
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table,
             rows=batch.rows,
             order=batch.order,
-            num_heads=shape.num_heads,
+            num_heads=layer.shape.num_heads,
             max_seq_len=batch.max_seq_len,
-            scale=shape.scale,
-            sliding_window=shape.sliding_window,
-            soft_cap=shape.soft_cap,
-            sinks=shape.sinks,
-            **transform.arguments(batch),
+            scale=layer.shape.scale,
+            sliding_window=layer.shape.sliding_window,
+            soft_cap=layer.shape.soft_cap,
+            sinks=layer.shape.sinks,
+            **layer.transform.arguments(batch),
         )
 
-    def write(
-        self,
-        qkv: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-        transform: HeadTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         return self._write(
             qkv,
             batch.slot_mapping,
-            k_cache,
-            v_cache,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            **transform.arguments(batch),
+            layer.k_cache,
+            layer.v_cache,
+            num_heads=layer.shape.num_heads,
+            num_kv_heads=layer.shape.num_kv_heads,
+            **layer.transform.arguments(batch),
         )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
+    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         return self._attend(
             query,
-            k_cache,
-            v_cache,
+            layer.k_cache,
+            layer.v_cache,
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table,
@@ -104,9 +77,9 @@ class TritonBackend(AttentionBackend):
             order=batch.order,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
-            scale=shape.scale,
-            sliding_window=shape.sliding_window,
-            soft_cap=shape.soft_cap,
-            sinks=shape.sinks,
+            scale=layer.shape.scale,
+            sliding_window=layer.shape.sliding_window,
+            soft_cap=layer.shape.soft_cap,
+            sinks=layer.shape.sinks,
             is_decode=batch.verifies,
         )
