@@ -181,7 +181,7 @@ _tk_table() {
             esac
             ;;
         "tk show")
-            flags="--revision --json -h --help"
+            flags="--revision --layers --json -h --help"
             places=("@MODEL")
             case "$1" in
                 --revision) kind="@ANY" ;;

@@ -586,6 +586,7 @@ complete -c tk -n "__tk_at 'tk pull'" -s h -l help -d 'Show this message and exi
 # tk show
 complete -c tk -n "__tk_at 'tk show'" -a '(__tk_values MODEL)'
 complete -c tk -n "__tk_at 'tk show'" -l revision -x -d 'Branch, tag or commit on the hub'
+complete -c tk -n "__tk_at 'tk show'" -l layers -d 'Print what the layers compute, line by line'
 complete -c tk -n "__tk_at 'tk show'" -l json -d 'Print JSON, config.json included'
 complete -c tk -n "__tk_at 'tk show'" -s h -l help -d 'Show this message and exit'
 

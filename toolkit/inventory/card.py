@@ -10,9 +10,10 @@ from toolkit.errors import ToolkitError
 from toolkit.files import parse_json, read_text
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import Checkpoint
-from toolkit.inventory.console import print_facts, print_json
+from toolkit.inventory.console import print_facts, print_json, print_lines
 from toolkit.inventory.estimate import Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
+from toolkit.inventory.layers import lines_of
 from toolkit.models.memory import TokenMemory
 from toolkit.units import count, size
 from toolkit.weights.layout import on_device
@@ -20,11 +21,15 @@ from toolkit.weights.layout import on_device
 MAX_FILES = 8  # listed, the largest first
 
 
-def show(model: str | None, revision: str | None, *, as_json: bool) -> None:
-    """Print a model's description. Raises as `find.find_checkpoint` does."""
+def show(model: str | None, revision: str | None, *, layers: bool, as_json: bool) -> None:
+    """Print a model's description. Raises as `find.find_checkpoint` does.
+
+    layers: that of its layers, which JSON has in addition."""
     checkpoint = find_checkpoint(model, revision)
     if as_json:
-        print_json(describe(checkpoint))
+        print_json(describe(checkpoint) | ({"layers": lines_of(checkpoint)} if layers else {}))
+    elif layers:
+        print_lines(lines_of(checkpoint))
     else:
         print_facts(checkpoint.name, _facts(checkpoint))
 

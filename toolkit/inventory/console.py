@@ -32,6 +32,10 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def print_lines(lines: list[str]) -> None:
+    print(*map(escape_controls, lines), sep="\n")
+
+
 def print_note(text: str) -> None:
     """Print a paragraph on stderr."""
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else PIPE_COLUMNS

@@ -21,6 +21,9 @@ def show(
     revision: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Branch, tag or commit on the hub.")
     ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Print what the layers compute, line by line.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, config.json included.")] = False,
 ) -> None:
     """Show the properties of a model.
@@ -29,4 +32,4 @@ def show(
     only on the hub, its description is downloaded, but not its weights."""
     from toolkit.inventory.card import show as run
 
-    run(model, revision, as_json=json)
+    run(model, revision, layers=layers, as_json=json)

@@ -1,0 +1,55 @@
+"""`tk show --layers`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.models.architectures import ARCHITECTURES
+from toolkit.inventory.checkpoint import read_folder
+from toolkit.inventory.layers import lines_of
+from toolkit.models.describe import Decoder
+
+LLAMA = """\
+x = model.embed_tokens[token]  # 262 tokens of 32 numbers
+layers 0 to 1 (model.layers.N):
+    x += attention(rms_norm(x, input_layernorm))
+        attention: num_heads 4, num_kv_heads 2, head_size 8, scale 0.3536, rotation (rope_theta \
+500000.0, rope_type default)
+            self_attn.q_proj [32, 32]
+            self_attn.k_proj [16, 32]
+            self_attn.v_proj [16, 32]
+            self_attn.o_proj [32, 32]
+        keeps 2 x 8 and 2 x 8 numbers for each token
+    x += mlp(rms_norm(x, post_attention_layernorm))
+"""
+
+
+def test_a_layer_of_llama_is_printed_line_by_line(checkpoint, tk_here):
+    shown = tk_here("show", str(checkpoint("llama3-gqa")), "--layers").stdout
+    assert shown.startswith(LLAMA)
+    assert shown.endswith("logits = lm_head(rms_norm(x, model.norm))\n")
+    both = json.loads(tk_here("show", str(checkpoint("llama3-gqa")), "--layers", "--json").stdout)
+    assert both["layers"] == shown.splitlines()
+    assert both["name"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_product_of_every_architecture_is_printed(checkpoint, name):
+    found = read_folder(checkpoint(name), name)
+    described, lines = found.description, lines_of(found)
+    assert isinstance(described, Decoder)
+    text = "\n".join(lines)
+    kinds = {line for line in lines if line.startswith("layer")}
+    assert 1 <= len(kinds) <= described.num_layers
+    for parameter in described.parameters():
+        if parameter.kind == "linear" and parameter.layer == 0:
+            short = parameter.name.removeprefix(f"{described.layers_name}.0.")
+            assert short.removesuffix(".weight") in text
+
+
+def test_a_model_without_a_description_has_one_line(tmp_path, tk_here):
+    config = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "an encoder; tk has no description" in tk_here("show", str(tmp_path), "--layers").stdout
