@@ -33,6 +33,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from toolkit.config.sources import CHECK_MEMORY
+
 if TYPE_CHECKING:
     from tests.forked import ForkServer
     from toolkit import LLM
@@ -198,6 +200,7 @@ def isolated_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith("TK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(CHECK_MEMORY, "1")
 
 
 def pytest_sessionfinish() -> None:

@@ -63,7 +63,7 @@ class GatedMix(MixModule, Keeper):
         starts, out = batch.query_start_loc.tolist(), torch.empty_like(q)
         for request, row in enumerate(batch.rows.tolist()):
             state = self.states[row].view(-1, *self.shape[-1:] * 2)
-            state *= ~batch.is_first[request]
+            state[:] = state.where(~batch.is_first[request], 0.0)  # it may have NaN
             for token in range(starts[request], starts[request + 1]):
                 state *= gate[token, :, None, None]
                 state += k[token, :, :, None] * v[token, :, None, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from tests import checkpoints, engines
 from tests.checkpoints import VOCAB
 from tests.models import gated_mix
 from toolkit import LLM
+from toolkit.attention import AttentionBatch
 from toolkit.config import EngineConfig
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, EngineError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.estimate import estimate
@@ -25,6 +27,7 @@ from toolkit.models.architectures import llama
 from toolkit.models.config import registry
 from toolkit.models.describe import Branch, Decoder
 from toolkit.models.parts import attention
+from toolkit.worker.kv_cache import KVCache
 
 HIDDEN, COUNT, LAYERS = 64, 20, 3
 PROMPTS = [[(5 * i + k) % VOCAB for i in range(3 * k)] for k in (4, 7, 9)]
@@ -165,3 +168,24 @@ def test_estimate_is_that_of_the_worker(folder: Path) -> None:
 def test_drafts_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="keep a state for each request, which drafts would"):
         LLM(str(folder), device="cpu", speculative_config={"method": "ngram"})
+
+
+def test_a_state_that_is_not_reset_shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tests, a new row is full of NaN."""
+    monkeypatch.setattr(
+        AttentionBatch, "is_first", property(lambda batch: torch.zeros(len(batch.rows)) > 0)
+    )
+    llm = LLM(str(folder), device="cpu", dtype="float32", max_num_seqs=2)
+    with pytest.raises(EngineError, match="not finite"):
+        checkpoints.generate(llm, PROMPTS[:1], max_tokens=4)
+
+
+def test_blocks_that_are_read_before_they_are_written_show(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tests, new blocks are full of NaN."""
+    monkeypatch.setattr(KVCache, "copy_in", lambda cache, pairs: None)
+    settings = {"num_gpu_blocks_override": 12, "block_size": 4, "swap_space": 0.01}
+    llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_model_len=48, **settings)
+    with pytest.raises(EngineError, match="not finite"):
+        checkpoints.generate(llm, PROMPTS, max_tokens=COUNT, ignore_eos=True)

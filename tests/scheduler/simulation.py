@@ -3,7 +3,8 @@
 A slot of the KV cache holds an id of the token prefix that it was computed from: two slots are
 equal exactly if all tokens up to them are. Each step's tokens are checked against all earlier
 positions of their row. A block that is shared wrongly, stale, or swapped to the wrong place is
-detected at the first token that would read it.
+detected at the first token that would read it. Two layers have slots of different shapes. A row
+may also have a state, the id of all tokens that it has read.
 """
 
 from __future__ import annotations
@@ -82,8 +83,14 @@ class Device:
         self.most_drafts = plan.most_drafts
         self.samples_elsewhere = plan.num_stages > 1
         """A first stage: it knows only tokens that the step brings."""
-        self.cache = np.full((plan.num_blocks, self.block_size), GARBAGE, np.int64)
-        self.host = np.full((plan.num_host_blocks, self.block_size), GARBAGE, np.int64)
+        self.layers, self.host_layers = (
+            [
+                np.full((count, self.block_size, *shape), GARBAGE, np.int64)
+                for shape in ((1,), (2, 3))
+            ]
+            for count in (plan.num_blocks, plan.num_host_blocks)
+        )
+        self.states: dict[int, int] | None = {} if plan.has_row_states else None
         self.rows: dict[int, Row] = {}
         self.adapters = {0: ""}  # keys by slot
         self.prefix_ids: dict[tuple[int | str, int], int] = {}
@@ -95,10 +102,11 @@ class Device:
         for slot, key in step.adapters:
             assert 1 <= slot <= self.max_loras
             self.adapters[slot] = key
-        for block, host_block in step.swap_out:
-            self.host[host_block] = self.cache[block]
-        for host_block, block in step.swap_in:
-            self.cache[block] = self.host[host_block]
+        for cache, host in zip(self.layers, self.host_layers, strict=True):
+            for block, host_block in step.swap_out:
+                host[host_block] = cache[block]
+            for host_block, block in step.swap_in:
+                cache[block] = host[host_block]
         for new in step.new_rows:
             self.rows[new.row] = Row(list(new.token_ids), list(new.blocks), new.seed, new.adapter)
         for number, index, block in step.new_blocks.tolist():
@@ -131,7 +139,13 @@ class Device:
             missing = drafts - len(row.drafts)
             tokens = row.tokens + row.drafts[:drafts] + [NO_DRAFT] * missing
             assert start + count <= len(tokens), "only known tokens and drafts can be computed"
-            work.append((row, start, start + count, samples, drafts, self._prefixes(row, tokens)))
+            prefixes = self._prefixes(row, tokens)
+            work.append((row, start, start + count, samples, drafts, prefixes))
+            if self.states is not None and not self.is_broken:
+                before = prefixes[start - 1] if start else None
+                found = self.states.get(number) if start else None
+                assert found == before, "a row continues another request's state, or an old one"
+                self.states[number] = prefixes[start + count - 1]
         # A layer first writes all keys of a step, then reads.
         for row, start, end, _, _, prefixes in work:
             for position in range(start, end):
@@ -139,11 +153,14 @@ class Device:
         sampled, counts, offered = [], [], []
         for row, _, end, samples, drafts, prefixes in work:
             if not self.is_broken:
-                held = [
-                    self.cache[row.blocks[p // self.block_size], p % self.block_size]
-                    for p in range(end)
-                ]
-                assert held == prefixes[:end], "a row reads another request's cache, or a stale one"
+                for layer in self.layers:
+                    held = [
+                        layer[row.blocks[p // self.block_size], p % self.block_size]
+                        for p in range(end)
+                    ]
+                    assert all(
+                        (one == right).all() for one, right in zip(held, prefixes, strict=False)
+                    ), "a row reads another request's cache, or a stale one"
             if samples:
                 assert end == len(row.tokens) + drafts, "the next token comes after all the others"
                 new = self._sample(row, drafts)
@@ -165,7 +182,8 @@ class Device:
         )
 
     def _write(self, row: Row, position: int, prefix: int) -> None:
-        self.cache[row.blocks[position // self.block_size], position % self.block_size] = prefix
+        for layer in self.layers:
+            layer[row.blocks[position // self.block_size], position % self.block_size] = prefix
 
     def _sample(self, row: Row, num_drafts: int) -> list[int]:
         """Return the new tokens: while a draft is right, one more."""
@@ -210,6 +228,7 @@ class Plan:
     num_stages: int = 1
     max_loras: int = 1
     most_drafts: int = 0
+    has_row_states: bool = False  # then blocks are not shared, and not swapped
     schedules_singly: bool = False
     """Schedule each running request in Python, as when blocks are scarce."""
     arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
@@ -273,8 +292,9 @@ def make_scheduler(plan: Plan) -> Scheduler:
             max_num_batched_tokens=plan.budget,
             max_model_len=MAX_MODEL_LEN,
             policy=plan.policy,
-            num_host_blocks=plan.num_host_blocks,
+            num_host_blocks=0 if plan.has_row_states else plan.num_host_blocks,
             enable_prefix_caching=plan.caching,
+            shares_blocks=not plan.has_row_states,
             num_stages=plan.num_stages,
             max_loras=plan.max_loras,
             most_drafts=plan.most_drafts,
@@ -385,6 +405,7 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput, budget: int) -> None
 
 def check_ownership(scheduler: Scheduler) -> None:
     """Check that reference counts match the block tables, and unreferenced blocks are free once."""
+    scheduler.check()
     pool = scheduler.pool
     num_holders = [0] * pool.num_blocks
     for request in scheduler.running:

@@ -6,6 +6,8 @@ import copy
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ from tests.scheduler.simulation import (
     make_scheduler,
     run,
 )
-from toolkit.scheduler import FinishReason, ModelOutput, Scheduler
+from toolkit.scheduler import FinishReason, ModelOutput, Request, Scheduler
+from toolkit.scheduler.blocks.block_pool import BlockPool
+from toolkit.scheduler.blocks.block_tables import BlockTables
 
 thorough = settings(
     max_examples=40,
@@ -79,9 +83,10 @@ def plans(draw, *, failing: bool = False, aborting: bool = True):
         depth=draw(st.sampled_from([1, 2, 2, 3])),
         num_stages=draw(st.sampled_from([1, 1, 2, 3])),
         max_loras=draw(st.integers(1, 3)),
-        most_drafts=draw(st.sampled_from([0, 1, 3])),
+        has_row_states=draw(st.sampled_from([False, False, True])),
         arrivals=arrivals,
     )
+    plan.most_drafts = 0 if plan.has_row_states else draw(st.sampled_from([0, 1, 3]))
     names = [request.id for request in plan.requests]
     if aborting:
         plan.aborts = draw(
@@ -196,6 +201,68 @@ def test_an_answer_can_be_read_at_any_time_or_only_at_the_end(block_size):
         assert watched.output_token_ids == expected
     assert len(expected) == 900
     assert unwatched.output_token_ids == expected
+
+
+def forget_the_last_block(pool: BlockPool, blocks: Sequence[int]) -> None:
+    RELEASE(pool, blocks[:-1])
+
+
+def keep_the_hash(pool: BlockPool, block: int) -> None:
+    pool._block_of.pop(pool._hash_of[block], None)
+
+
+def share_without_counting(pool: BlockPool, blocks: Sequence[int]) -> None:
+    for block in blocks:
+        pool._free.pop(block, None)
+
+
+def swap_in_without_releasing(tables: BlockTables, request: Request) -> list[tuple[int, int]]:
+    copies = list(zip(request.host_blocks, request.blocks, strict=False))
+    request.host_blocks = []
+    return copies
+
+
+def swap_out_in_another_order(tables: BlockTables, request: Request) -> list[tuple[int, int]]:
+    return [(block, host) for (block, _), (_, host) in pairwise_reversed(SWAP_OUT(tables, request))]
+
+
+def pairwise_reversed(copies: list[tuple[int, int]]) -> Iterator[tuple[Any, Any]]:
+    return zip(copies, reversed(copies), strict=True)
+
+
+def share_with_row_states(tables: BlockTables, request: Request) -> list[int]:
+    tables._shares = True
+    return FIND_CACHED(tables, request)
+
+
+RELEASE, SWAP_OUT, FIND_CACHED = BlockPool.release, BlockTables.swap_out, BlockTables.find_cached
+MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
+    "a block is not released": (BlockPool, "release", forget_the_last_block, {}),
+    "a hash outlives its block": (BlockPool, "_evict", keep_the_hash, {}),
+    "a sharer is not counted": (BlockPool, "share", share_without_counting, {}),
+    "host blocks are not released": (
+        BlockTables, "swap_in", swap_in_without_releasing, {"num_host_blocks": 40}
+    ),
+    "blocks are swapped to others' places": (
+        BlockTables, "swap_out", swap_out_in_another_order, {"num_host_blocks": 40}
+    ),
+    "a state is expected in a cached block": (
+        BlockTables, "find_cached", share_with_row_states, {"has_row_states": True}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_in_the_accounts_are_found(monkeypatch, mistake):
+    owner, name, wrong, settings = MISTAKES[mistake]
+    requests = [
+        make_request(f"{i}", [2] * 8 + [i] * 2, max_tokens=20, ignore_eos=True, seed=i)
+        for i in range(5)
+    ]
+    plan = Plan(num_blocks=12, arrivals=[(0, requests[:4]), (9, requests[4:])], **settings)
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises((AssertionError, RuntimeError, KeyError)):
+        run(plan)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

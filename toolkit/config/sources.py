@@ -18,6 +18,8 @@ from toolkit.errors import ConfigError, did_you_mean
 from toolkit.logs import DEBUG
 
 FILE_VARIABLE = "TK_CONFIG"
+CHECK_MEMORY = "TK_CHECK_MEMORY"
+"""1: an idle engine checks that no block is lost, and new blocks are full of NaN. For tests."""
 
 CommandPath = tuple[str, ...]  # words of a command: ("bench", "offline")
 Known = Mapping[CommandPath, Collection[str]]  # names of the settings of each command
@@ -61,11 +63,15 @@ def resolve(
     return settings
 
 
+def checks_memory() -> bool:
+    return os.environ.get(CHECK_MEMORY, "") not in ("", "0")
+
+
 def unknown_variables(names: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the TK_* variables that no setting reads, likely misspelled, with a suggestion each.
 
     `names`: of all settings."""
-    known = {FILE_VARIABLE, DEBUG, *(f"TK_{name.upper()}" for name in names)}
+    known = {FILE_VARIABLE, CHECK_MEMORY, DEBUG, *(f"TK_{name.upper()}" for name in names)}
     unknown = sorted(name for name in environment if name.startswith("TK_") and name not in known)
     return {name: did_you_mean(name, known) for name in unknown}
 

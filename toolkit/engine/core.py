@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from toolkit.config import EngineConfig
+from toolkit.config.sources import checks_memory
 from toolkit.engine.adapter_loads import AdapterLoads
 from toolkit.engine.constraints import Constraints
 from toolkit.engine.front.request_list import describe, has_id
@@ -87,6 +88,7 @@ class EngineCore:
         self._steps: deque[tuple[SchedulerOutput, Pending]] = deque()
         self._constraints = Constraints(read_tokenizer, info.vocab_size)
         self._clients = [0]
+        self._checks_memory = checks_memory()
         self.failure: str | None = None
         """Reason why the latest step failed or produced no token; None if it succeeded."""
         self._scheduled: list[Request] = []
@@ -233,6 +235,8 @@ class EngineCore:
                 and not step_result.request.excludes_tokens
             ):
                 self.failure = step_result.error
+        if self._checks_memory and not self._steps:
+            self.scheduler.check()
         return self._messages(outputs, results, result.logprobs, step, num_sampled)
 
     def drop_steps(self) -> None:

@@ -262,6 +262,18 @@ class Scheduler:
         if self._suspects.current is not None:
             self.running.preempt(request, swap=False)
 
+    def check(self) -> None:
+        """Raise RuntimeError if a block or a row is lost, or has more users than it counts."""
+        requests = self._requests.values()
+        rows = sorted((*self.rows.free, *(request.row for request in self.running)))
+        problem = (
+            self.pool.problem(request.blocks for request in requests)
+            or self.host_pool.problem(request.host_blocks for request in requests)
+            or (None if rows == list(range(len(rows))) else f"rows are free or held: {rows}")
+        )
+        if problem is not None:
+            raise RuntimeError(f"the scheduler's accounts are wrong: {problem}")
+
     # ---- statistics
 
     def take_stats(self) -> EngineStats:

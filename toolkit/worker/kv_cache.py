@@ -13,6 +13,7 @@ from toolkit.models.memory import MemoryLayout, RowMemory, TokenMemory
 from toolkit.models.model import Model
 from toolkit.weights.kinds import fp8
 
+FP8_NAN = 0x7F  # the byte of e4m3's NaN
 SWAP_PIECE = 2**26  # bytes per copy between device and host
 
 
@@ -20,15 +21,21 @@ class RowStates:
     """The tensors of layers' memory of rows: [num_rows, heads, size]."""
 
     def __init__(self, model: Model, *, num_rows: int, device: torch.device) -> None:
+        self._tensors: list[torch.Tensor] = []
         for keeper in model.keepers():
             if isinstance(memory := keeper.memory, RowMemory):
                 types = (torch.float32 if part.in_float32 else model.dtype for part in memory.parts)
-                keeper.bind(
-                    *(
-                        torch.zeros(num_rows, part.num_heads, part.size, dtype=dtype, device=device)
-                        for part, dtype in zip(memory.parts, types, strict=True)
-                    )
-                )
+                own = [
+                    torch.zeros(num_rows, part.num_heads, part.size, dtype=dtype, device=device)
+                    for part, dtype in zip(memory.parts, types, strict=True)
+                ]
+                self._tensors += own
+                keeper.bind(*own)
+
+    def spoil(self, rows: Sequence[int]) -> None:
+        """Fill rows with NaN, so that a read of an earlier request's state shows."""
+        for tensor in self._tensors:
+            tensor[list(rows)] = math.nan
 
 
 class KVCache:
@@ -68,6 +75,12 @@ class KVCache:
                 own = (next(tensors[part]).view(self.dtype) for part in memory.parts)
                 keeper.bind(*own)
                 keeper.backend = backends.of(memory.parts[0].size)
+
+    def spoil(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with NaN, so that a read of what is not written yet shows."""
+        nan = FP8_NAN if self.dtype == fp8.DTYPE else math.nan
+        for parts in self.blocks.values():
+            parts[:, torch.tensor(blocks, device=self.device)] = nan
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (block, host block) pairs to the host, in stream order."""

@@ -14,6 +14,7 @@ import torch
 
 from toolkit.attention import AttentionBatch, Backends
 from toolkit.attention.cpu import kernels_support
+from toolkit.config.sources import checks_memory
 from toolkit.hardware.parent import is_own_process
 from toolkit.lora.adapters import Adapters
 from toolkit.lora.weight import Active
@@ -27,7 +28,7 @@ from toolkit.scheduler.output import IntArray
 from toolkit.speculative.drafter import NO_DRAFT, Drafter, Drafts
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.gpu.delivery import copy_barrier, to_host
-from toolkit.worker.kv_cache import KVCache
+from toolkit.worker.kv_cache import KVCache, RowStates
 from toolkit.worker.sample_points import SamplePoints
 
 PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are in memory at once
@@ -110,6 +111,8 @@ class ModelRunner:
         self._uses_one_torch_thread = kernels_compute and is_own_process()
         """True if our CPU kernels do nearly all work, in a process of our own."""
         cache.bind(model, backends)
+        self._states = RowStates(model, num_rows=len(state.block_table), device=state.device)
+        self._spoils = checks_memory()
 
     @property
     def why_eager(self) -> str | None:
@@ -118,11 +121,24 @@ class ModelRunner:
             return "CUDA graphs need the package triton"
         return self.model.why_unrecorded
 
+    def _spoil(self, step: SchedulerOutput) -> None:
+        """Fill blocks and rows that requests get in this step with NaN, but for cached blocks."""
+        blocks = step.new_blocks[:, 2].tolist()
+        for new in step.new_rows:
+            blocks += new.blocks[new.num_computed_tokens // self.state.block_size :]
+        if blocks:
+            for cache in self.caches:
+                cache.spoil(blocks)
+        self._states.spoil([new.row for new in step.new_rows])
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         """Launch a step, after its cache copies."""
         for cache in self.caches:
             cache.copy_out(step.swap_out)
+        if self._spoils:
+            self._spoil(step)
+        for cache in self.caches:
             cache.copy_in(step.swap_in)
         if self.adapters is not None:
             for slot, key in step.adapters:

@@ -1,8 +1,9 @@
 """KV cache blocks: reference counts, and the prefix cache over their content."""
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain
 
 from toolkit.scheduler.blocks.block_watch import BlockWatch
 
@@ -97,6 +98,27 @@ class BlockPool:
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
 
+    def problem(self, held: Iterable[Sequence[int]]) -> str | None:
+        """Return what is wrong if requests hold these blocks, and no other has any; None: nothing.
+
+        Every block is free or held by as many requests as it has references."""
+        counts = Counter(chain.from_iterable(held))
+        for block in {*range(self.num_blocks), *counts}:
+            if not 0 <= block < self.num_blocks:
+                return f"a request holds block {block} of {self.num_blocks}"
+            references, free = self._references[block], block in self._free
+            if references != counts[block]:
+                return f"block {block} has {references} references and {counts[block]} requests"
+            if free == (references > 0):
+                return (
+                    f"block {block} has {references} references and is {'' if free else 'not '}free"
+                )
+            block_hash = self._hash_of[block]
+            if block_hash is not None and self._block_of.get(block_hash) != block:
+                return f"block {block} has a hash by which it is not found"
+        lost = [block for hash, block in self._block_of.items() if self._hash_of[block] != hash]
+        return f"block {lost[0]} is found by a hash that it does not have" if lost else None
+
     def _evict(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
@@ -124,6 +146,13 @@ class HostBlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         self._free.extend(blocks)
+
+    def problem(self, held: Iterable[Sequence[int]]) -> str | None:
+        """Return what is wrong if requests hold these blocks, and no others; None: nothing."""
+        found = sorted((*chain.from_iterable(held), *self._free))
+        if found == list(range(self.num_blocks)):
+            return None
+        return f"{len(found)} blocks of the host are free or held, of {self.num_blocks}"
 
 
 def hash_block(parent: BlockHash, tokens: bytes, extra: str = "") -> BlockHash:

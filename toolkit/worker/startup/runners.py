@@ -19,7 +19,7 @@ from toolkit.worker.gpu.cuda_drafter import CudaDrafter
 from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.gpu.cuda_state import CudaBatchState
 from toolkit.worker.gpu.graph_policy import GraphPolicy
-from toolkit.worker.kv_cache import KVCache, RowStates, choose_cache_dtype
+from toolkit.worker.kv_cache import KVCache, choose_cache_dtype
 from toolkit.worker.model_runner import ModelRunner
 from toolkit.worker.startup import drafters
 from toolkit.worker.startup.cache_sizing import CacheSize
@@ -93,7 +93,6 @@ class RunnerFactory:
 
     def _make_plain(self, size: CacheSize) -> ModelRunner:
         setup, kernels = self._setup, self._setup.place.kernels
-        RowStates(self._model, num_rows=self._num_rows, device=setup.device)
         cache = KVCache(
             self.layout,
             num_blocks=size.num_blocks,
