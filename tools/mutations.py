@@ -250,7 +250,7 @@ MUTATIONS = (
         "scheduler",
         "a-request-is-in-two-stages",
         "toolkit/scheduler/planner.py",
-        "            num_tokens *= in_flight == 0\n",
+        "            wanted *= rows.in_flight.take(where) == 0\n",
         "",
         ("tests/scheduler/test_stages.py", "tests/distributed/test_pipeline_parallel.py"),
     ),

@@ -40,7 +40,7 @@ from toolkit import LLM
 from toolkit.chat.commands import COMMANDS as CHAT_COMMANDS
 from toolkit.cli.help import settings_of
 from toolkit.cli.root import tree
-from toolkit.config.sources import FILE_VARIABLE
+from toolkit.config.sources import CHECK_MEMORY, FILE_VARIABLE
 from toolkit.demo import MODEL_DIR
 from toolkit.engine.cores import core_client
 from toolkit.logs import DEBUG
@@ -420,7 +420,7 @@ def test_variables_exist(path: Path):
         row.variable for names, _ in COMMANDS for row in settings_of(command_of(names[1:])).values()
     }
     mentioned = set(re.findall(r"\bTK_[A-Z_]+", path.read_text()))
-    assert mentioned <= settings | {FILE_VARIABLE, DEBUG}
+    assert mentioned <= settings | {FILE_VARIABLE, CHECK_MEMORY, DEBUG}
 
 
 def command_of(names: tuple[str, ...]) -> Any:

@@ -300,7 +300,7 @@ def make_scheduler(plan: Plan) -> Scheduler:
             most_drafts=plan.most_drafts,
         )
     if plan.schedules_singly:
-        scheduler.planner.schedule_batch = lambda step: False
+        scheduler.planner.schedule_batch = lambda step, allotted: False
     return scheduler
 
 

@@ -346,6 +346,28 @@ def test_an_aborted_request_leaves_its_turn_to_others():
     assert [new.spec.adapter.name for new in step.new_rows] == ["c"]
 
 
+@pytest.mark.parametrize("singly", [False, True])
+def test_requests_that_decode_come_before_a_prompt_of_higher_rank(singly):
+    plan = Plan(budget=4, num_blocks=40, policy="priority", schedules_singly=singly)
+    scheduler = make_scheduler(plan)
+    options = {"max_tokens": 30, "ignore_eos": True}
+    for i in range(3):
+        scheduler.add(make_request(f"{i}", [2 + i], priority=1, **options))
+    finish(scheduler)
+    scheduler.add(make_request("urgent", [9] * 20, **options))
+    counts = [finish(scheduler) for _ in range(5)]
+    assert counts[0] == [1, 1, 1, 1]  # admitted with what is left
+    assert counts[1:] == [[1, 1, 1, 1]] * 4
+
+
+def finish(scheduler: Scheduler) -> list[int]:
+    """Schedule a step and end it; return its numbers of tokens."""
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.update(step, ModelOutput(step.step, np.full(int(step.samples.sum()), 5, np.int32)))
+    return step.num_tokens.tolist()
+
+
 def test_with_priority_an_urgent_request_keeps_its_blocks():
     """If blocks run out, the least urgent request loses its blocks, however early it arrived."""
     patient = make_request("patient", [2] * 12, max_tokens=28, ignore_eos=True, priority=5)

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,6 @@ import torch
 
 from toolkit.errors import ConfigError
 from toolkit.kernels.reference import HeadNorm
-
-if TYPE_CHECKING:
-    from toolkit.attention.layer import Attention
 
 
 @dataclass(slots=True)
@@ -99,6 +96,15 @@ class HeadTransform:
         }
 
 
+class AttentionLayer(Protocol):
+    """Parts of an attention layer (`toolkit.attention.Attention`) that backends read."""
+
+    shape: AttentionShape
+    transform: HeadTransform
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
 class AttentionBackend(abc.ABC):
     """Writes keys and values into the cache and attends over it.
 
@@ -120,19 +126,25 @@ class AttentionBackend(abc.ABC):
     ) -> str | None:
         """Return why it cannot run there, or None if it can."""
 
-    def forward(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def forward(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         """Call `write`, then `attend`."""
         return self.attend(layer, self.write(layer, qkv, batch), batch)
 
     @abc.abstractmethod
-    def write(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def write(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         """Transform the heads and cache keys and values. Return the queries.
 
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
         Returns [num_tokens, num_heads, head_size]."""
 
     @abc.abstractmethod
-    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         """Return causal attention over the requests' cached tokens.
 
         query, and the result: [num_tokens, num_heads, head_size]."""

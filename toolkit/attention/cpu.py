@@ -10,8 +10,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
-from toolkit.attention.layer import Attention
+from toolkit.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    AttentionShape,
+)
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.attention import DTYPES, MAX_HEAD_SIZE, AttentionStep, Layer
 
@@ -45,7 +49,9 @@ class CPUBackend(AttentionBackend):
     ) -> str | None:
         return None if device.type == "cpu" else "needs a CPU"
 
-    def write(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def write(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         arguments = layer.transform.arguments(batch)
         kernels = self._layers.get(layer.k_cache.data_ptr())
         if kernels is None and kernels_support(layer.k_cache):
@@ -62,7 +68,9 @@ class CPUBackend(AttentionBackend):
             **arguments,
         )
 
-    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         kernels = self._layers.get(layer.k_cache.data_ptr())
         if kernels is not None:
             return kernels.attend(query, _step(batch))
@@ -76,7 +84,7 @@ def kernels_support(k_cache: torch.Tensor) -> bool:
     return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[-1] <= MAX_HEAD_SIZE
 
 
-def _kernels_of(layer: Attention) -> Layer:
+def _kernels_of(layer: AttentionLayer) -> Layer:
     shape, transform = layer.shape, layer.transform
     return Layer(
         layer.k_cache,

@@ -4,8 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from toolkit.attention.backend import AttentionBatch
-from toolkit.attention.layer import Attention
+from toolkit.attention.backend import AttentionBatch, AttentionLayer
 from toolkit.attention.triton import TritonBackend
 
 FLASH_2_PAGE = 256  # flash-attn 2 needs a block size divisible by this
@@ -62,7 +61,9 @@ class FlashBackend(TritonBackend):
             return f"flash-attn 2 needs --block-size {FLASH_2_PAGE} or a multiple"
         return None
 
-    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         shape = layer.shape
         if batch.max_query_len == 1 or batch.verifies or shape.sinks is not None:
             return super().attend(layer, query, batch)

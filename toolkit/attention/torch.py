@@ -2,8 +2,7 @@
 
 import torch
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch
-from toolkit.attention.layer import Attention
+from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer
 from toolkit.kernels import reference
 
 
@@ -16,7 +15,9 @@ class TorchBackend(AttentionBackend):
     ) -> str | None:
         return None
 
-    def write(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def write(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         return reference.qk_norm_rope_write(
             qkv,
             batch.slot_mapping,
@@ -27,7 +28,9 @@ class TorchBackend(AttentionBackend):
             **layer.transform.arguments(batch),
         )
 
-    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         return reference.paged_attention(
             query,
             layer.k_cache,

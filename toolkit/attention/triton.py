@@ -2,8 +2,7 @@
 
 import torch
 
-from toolkit.attention.backend import AttentionBackend, AttentionBatch
-from toolkit.attention.layer import Attention
+from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer
 from toolkit.kernels.table import kernels_for
 
 
@@ -31,7 +30,9 @@ class TritonBackend(AttentionBackend):
             return f"supports head sizes up to 256, and the model's is {head_size}"
         return None
 
-    def forward(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def forward(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         """Run decode steps in one kernel."""
         if batch.max_query_len > 1:
             return super().forward(layer, qkv, batch)
@@ -54,7 +55,9 @@ class TritonBackend(AttentionBackend):
             **layer.transform.arguments(batch),
         )
 
-    def write(self, layer: Attention, qkv: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def write(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         return self._write(
             qkv,
             batch.slot_mapping,
@@ -65,7 +68,9 @@ class TritonBackend(AttentionBackend):
             **layer.transform.arguments(batch),
         )
 
-    def attend(self, layer: Attention, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         return self._attend(
             query,
             layer.k_cache,

@@ -21,7 +21,7 @@ from toolkit.weights.layout import on_device
 MAX_FILES = 8  # listed, the largest first
 
 
-def show(model: str | None, revision: str | None, *, layers: bool, as_json: bool) -> None:
+def show(model: str | None, revision: str | None, *, layers: bool = False, as_json: bool) -> None:
     """Print a model's description. Raises as `find.find_checkpoint` does.
 
     layers: that of its layers, which JSON has in addition."""

@@ -1,6 +1,7 @@
 """Plan the next step: which requests compute how many tokens, in which blocks."""
 
 import numpy as np
+import numpy.typing as npt
 
 from toolkit.scheduler.blocks.block_tables import BlockTables
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
@@ -12,6 +13,7 @@ from toolkit.scheduler.running import RunningRequests
 from toolkit.scheduler.speculation import StepCosts
 from toolkit.scheduler.stats import StatsRecorder
 from toolkit.scheduler.step import (
+    Allotment,
     BatchPart,
     BoolArray,
     RowArray,
@@ -64,8 +66,10 @@ class Planner:
         if limits.num_stages > 1:
             coming = min(len(self._running) + len(self._queue), limits.max_num_seqs)
             step.most_requests = -(-coming // limits.num_stages)
-        if self._suspects.current is not None or not self.schedule_batch(step):
-            self.schedule_one_by_one(step)
+        if self._running.requests:
+            allotted = self._allot(step.budget)
+            if not self.schedule_batch(step, allotted):
+                self.schedule_one_by_one(step, allotted)
         if not step.preempted:
             self._schedule_waiting(step)
         if not step.num_requests and not step.swap_out:
@@ -74,59 +78,88 @@ class Planner:
 
     # ---- running requests
 
-    def schedule_batch(self, step: StepBuilder) -> bool:
+    def _allot(self, budget: int) -> Allotment:
+        """Return what running requests compute: those that decode first, then prompts by rank."""
+        batch, rows, limits = self._running.batch, self._rows, self._limits
+        where = batch.rows
+        computed, tokens = rows.computed.take(where), rows.tokens.take(where)
+        wanted = tokens - computed
+        wanted *= tokens < rows.limit.take(where)  # none when its last token is in flight
+        if self._suspects.current is not None:
+            wanted *= np.array([one is self._suspects.current for one in batch.requests])
+        if limits.num_stages > 1:
+            wanted *= rows.in_flight.take(where) == 0
+            decoding = np.flatnonzero(wanted == 1)
+            wanted[decoding[self._stage_share(len(decoding)) :]] = 0
+        decodes = wanted == 1
+        all_decode = np.count_nonzero(decodes) == len(decodes)
+        num_drafts = None
+        if limits.most_drafts > 0 and np.count_nonzero(rows.drafts.take(where)) > 0:
+            num_drafts = self._num_drafts(where, wanted, limits.most_drafts)
+        num_tokens = wanted if num_drafts is None else wanted + num_drafts
+        total = int(np.add.reduce(num_tokens))
+        if total > budget:
+            all_decode = False
+            first = _first_of(num_tokens * decodes, budget)
+            left = budget - int(np.add.reduce(first))
+            num_tokens = first + _first_of(num_tokens * ~decodes, left)
+            if num_drafts is not None:
+                num_drafts = np.clip(num_tokens - wanted, 0, num_drafts).astype(np.int32)
+        return Allotment(
+            batch, computed, tokens, num_tokens, num_drafts, decodes, all_decode, total
+        )
+
+    def schedule_batch(self, step: StepBuilder, allotted: Allotment) -> bool:
         """Give all running requests their tokens and blocks at once.
 
         Return False, with nothing changed, if there are too few blocks. The result is that of
-        `schedule_one_by_one`, in NumPy; Python runs only for requests that need a block or compute
-        a prompt. Blocks that decoding fills are registered when they are released: no request looks
-        for them sooner."""
-        batch, rows, limits = self._running.batch, self._rows, self._limits
-        if not batch.requests:
-            return True
-        where = batch.rows
-        computed, tokens = rows.computed.take(where), rows.tokens.take(where)
-        in_flight = rows.in_flight.take(where)
-        num_tokens = tokens - computed
-        num_tokens *= tokens < rows.limit.take(where)  # none when its last token is in flight
-        if limits.num_stages > 1:
-            num_tokens *= in_flight == 0
-            decoding = np.flatnonzero(num_tokens == 1)
-            num_tokens[decoding[self._stage_share(len(decoding)) :]] = 0
-        has_drafts = limits.most_drafts > 0 and np.count_nonzero(rows.drafts.take(where)) > 0
-        if has_drafts:
-            num_tokens += self._num_drafts(where, num_tokens, limits.most_drafts)
-        total = int(np.add.reduce(num_tokens))
-        if total > step.budget:
-            before = num_tokens.cumsum() - num_tokens
-            num_tokens = np.clip(step.budget - before, 0, num_tokens).astype(np.int32)
-            total = step.budget
-        end = computed + num_tokens
-        grows = end > rows.capacity.take(where)
+        `schedule_one_by_one`, in NumPy for requests that decode; Python runs only for those that
+        need a block or compute a prompt. Blocks that decoding fills are registered when they are
+        released: no request looks for them sooner."""
+        batch, rows = allotted.batch, self._rows
+        end = allotted.computed + allotted.num_tokens
+        grows = end > rows.capacity.take(batch.rows)
         if np.count_nonzero(grows) and not self._grow_batch(batch, grows, end, step):
             return False
-        samples = end >= tokens
-        num_drafts = (end - tokens) * samples if has_drafts else None
-        num_sampled = samples if num_drafts is None else samples + num_drafts
+        self._take_decoding(step, allotted, end)
+        if not allotted.all_decode:
+            is_prompt = (allotted.num_tokens > 0) & ~allotted.decodes
+            for index in np.flatnonzero(is_prompt).tolist():
+                self._take(batch.requests[index], int(allotted.num_tokens[index]), step)
+        return True
+
+    def _take_decoding(self, step: StepBuilder, allotted: Allotment, end: IntArray) -> None:
+        """Put all requests that decode into the step. `end`: [n], their numbers of tokens."""
+        batch, rows, tokens = allotted.batch, self._rows, allotted.tokens
+        part = BatchPart(
+            batch.requests,
+            batch.rows,
+            batch.rows_int32,
+            allotted.num_tokens,
+            allotted.computed,
+            allotted.decodes,  # they sample
+            allotted.num_drafts,
+        )
+        total = allotted.total
+        if not allotted.all_decode:
+            which = np.flatnonzero((allotted.num_tokens > 0) & allotted.decodes)
+            part, end, tokens = part.only(which), end[which], tokens[which]
+            total = int(np.add.reduce(part.num_tokens))
+        where = part.rows
+        num_sampled = 1 if part.num_drafts is None else 1 + part.num_drafts
         rows.computed[where], rows.tokens[where], rows.in_flight[where] = (
             end,
             tokens + num_sampled,
-            in_flight + num_sampled,
+            rows.in_flight.take(where) + num_sampled,
         )
-        part = BatchPart(
-            batch.requests, where, batch.rows_int32, num_tokens, computed, samples, num_drafts
-        )
-        if np.count_nonzero(num_tokens) < len(num_tokens):
-            part = part.without_idle()
         step.budget -= total
         step.together = part
         if batch.wants_prompt_logprobs:
             step.prompt_logprobs += part.wanting_prompt_logprobs()
-        in_prompt = computed < rows.prompts.take(where)
-        if np.count_nonzero(in_prompt):
+        in_prompt = part.num_computed < rows.prompts.take(where)
+        if np.count_nonzero(in_prompt):  # the last token of a prompt
             for index in np.flatnonzero(in_prompt).tolist():
-                self._blocks.register(batch.requests[index])
-        return True
+                self._blocks.register(part.requests[index])
 
     def _grow_batch(
         self, batch: RunningBatch, grows: BoolArray, end: IntArray, step: StepBuilder
@@ -146,22 +179,21 @@ class Planner:
             at += count
         return True
 
-    def schedule_one_by_one(self, step: StepBuilder) -> None:
-        """Schedule requests that may have to preempt each other, or of which only one may run."""
-        running = self._running.requests
-        index = num_decoding = 0
-        most = len(running)
-        if self._limits.num_stages > 1:
-            most = self._stage_share(sum(self._num_wanted(request) == 1 for request in running))
-        while index < len(running) and step.budget > 0:
-            request = running[index]
-            wanted = self._num_wanted(request)
-            num_decoding += wanted == 1
-            num_tokens = 0 if wanted == 1 and num_decoding > most else min(wanted, step.budget)
-            if num_tokens > 0 and self._make_room(request, num_tokens, step):
-                num_tokens += self._add_drafts(request, num_tokens, step)
-                self._take(request, num_tokens, step)
-            index += 1
+    def schedule_one_by_one(self, step: StepBuilder, allotted: Allotment) -> None:
+        """Schedule requests that have to preempt each other.
+
+        Blocks are given by rank, so that a request is preempted before it is in the step."""
+        num_tokens, num_drafts = allotted.num_tokens.tolist(), allotted.num_drafts
+        drafts = [0] * len(num_tokens) if num_drafts is None else num_drafts.tolist()
+        ready: list[tuple[bool, Request, int, int]] = []
+        for request, count, extra, decodes in zip(
+            allotted.batch.requests, num_tokens, drafts, allotted.decodes.tolist(), strict=True
+        ):
+            is_running = request.row >= 0  # not preempted meanwhile
+            if is_running and count > 0 and self._make_room(request, count - extra, step):
+                ready.append((not decodes, request, count - extra, extra))
+        for _, request, count, extra in sorted(ready, key=lambda one: one[0]):
+            self._take(request, count + self._room_for_drafts(request, count, extra, step), step)
 
     def _stage_share(self, ready: int) -> int:
         """Return how many requests that are ready to decode go into the next stage's step."""
@@ -203,14 +235,11 @@ class Planner:
             self._rows.most_drafts.take(rows), self._rows.rates.of(rows)
         )
 
-    def _add_drafts(self, request: Request, num_tokens: int, step: StepBuilder) -> int:
-        """Return how many drafts to add. They get blocks that are free, and preempt no request."""
-        row = np.array([request.row])
-        most = self._limits.most_drafts - sum(step.num_drafts)
-        drafts = int(self._num_drafts(row, np.array([num_tokens], np.int32), most)[0])
-        drafts = min(drafts, step.budget - num_tokens)
-        end = request.num_computed_tokens + num_tokens
-        blocks = self._blocks
+    def _room_for_drafts(
+        self, request: Request, num_tokens: int, drafts: int, step: StepBuilder
+    ) -> int:
+        """Return how many of the drafts get blocks that are free: they preempt no request."""
+        end, blocks = request.num_computed_tokens + num_tokens, self._blocks
         room = (len(request.blocks) + blocks.pool.num_free) * blocks.block_size - end
         drafts = min(drafts, room)
         return drafts if self._make_room(request, num_tokens + drafts, step) else 0
@@ -222,19 +251,6 @@ class Planner:
             held.append(block)
         if len(held) % self._rows.flush_every == 0:
             request.flush_tail()
-
-    def _num_wanted(self, request: Request) -> int:
-        """Return the tokens that the request would compute now.
-
-        None if its last token is in flight, or if another request is being tried alone."""
-        suspect = self._suspects.current
-        if suspect is not None and request is not suspect:
-            return 0
-        if self._limits.num_stages > 1 and request.num_in_flight:
-            return 0
-        if request.num_tokens >= self._rows.limit.item(request.row):
-            return 0
-        return request.num_tokens_to_compute
 
     # ---- waiting requests
 
@@ -368,6 +384,12 @@ class Planner:
             part.requests, part.rows, admitted, rows.num_released
         )
         return output
+
+
+def _first_of(counts: npt.NDArray[np.signedinteger], most: int) -> IntArray:
+    """Return the counts [n], cut so that they add up to `most` at most."""
+    cut: IntArray = np.clip(most - (counts.cumsum() - counts), 0, counts).astype(np.int32)
+    return cut
 
 
 _NONE = np.empty(0, np.int32)

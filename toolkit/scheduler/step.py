@@ -65,17 +65,16 @@ class BatchPart:
     samples: BoolArray
     num_drafts: IntArray | None = None  # None: no request has any
 
-    def without_idle(self) -> BatchPart:
-        """Return the part without requests that compute nothing."""
-        busy = np.flatnonzero(self.num_tokens)
+    def only(self, which: npt.NDArray[np.intp]) -> BatchPart:
+        """Return the part with some of its requests."""
         return BatchPart(
-            [self.requests[index] for index in busy.tolist()],
-            self.rows[busy],
-            self.rows_int32[busy],
-            self.num_tokens[busy],
-            self.num_computed[busy],
-            self.samples[busy],
-            None if self.num_drafts is None else self.num_drafts[busy],
+            [self.requests[index] for index in which.tolist()],
+            self.rows[which],
+            self.rows_int32[which],
+            self.num_tokens[which],
+            self.num_computed[which],
+            self.samples[which],
+            None if self.num_drafts is None else self.num_drafts[which],
         )
 
     def wanting_prompt_logprobs(self) -> list[int]:
@@ -86,6 +85,20 @@ class BatchPart:
             for index, (request, computed) in pairs
             if request.wants_prompt_logprobs and computed < request.num_prompt_tokens - 1
         ]
+
+
+@dataclass(slots=True)
+class Allotment:
+    """Tokens of the running requests in a step: arrays [n], in order of rank."""
+
+    batch: RunningBatch
+    computed: IntArray
+    tokens: IntArray
+    num_tokens: IntArray  # with drafts
+    num_drafts: IntArray | None  # None: no request has any
+    decodes: BoolArray  # it computes its newest token, and no prompt
+    all_decode: bool  # all of them do, with all their drafts
+    total: int  # of `num_tokens`, if `all_decode`
 
 
 @dataclass(slots=True)
