@@ -22,6 +22,7 @@ from tests.models.architectures import ARCHITECTURES, OVERFLOWS_FP16, POSITIONS
 from tests.models.conftest import SMALL_POOL, Case
 from tests.models.test_stress import random_request
 from toolkit import LLM
+from toolkit.config.sources import CHECK_MEMORY
 from toolkit.errors import CheckpointError, ConfigError, OutOfMemoryError
 from toolkit.hardware import memory
 from toolkit.hardware.graph_capture import captured, empty_cache
@@ -130,6 +131,7 @@ def test_prefix_cache_hits_parallel_answers_and_prompt_logprobs(few, dtype):
 @pytest.mark.parametrize("eager", [False, True])
 def test_starting_a_step_never_waits_for_the_gpu(checkpoint, monkeypatch, eager):
     """For all kinds of requests. PyTorch raises an error if it would wait for the GPU."""
+    monkeypatch.delenv(CHECK_MEMORY)  # which waits
     llm = LLM(str(checkpoint("qwen3")), kv_cache_memory=0.05, max_num_seqs=16, enforce_eager=eager)
     worker, steps = engines.worker(llm), []
     execute = worker.execute

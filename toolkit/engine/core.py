@@ -12,7 +12,6 @@ from toolkit.config import EngineConfig
 from toolkit.config.sources import checks_memory
 from toolkit.engine.adapter_loads import AdapterLoads
 from toolkit.engine.constraints import Constraints
-from toolkit.engine.front.request_list import describe, has_id
 from toolkit.engine.messages import (
     Abort,
     EngineOutput,
@@ -24,6 +23,7 @@ from toolkit.engine.messages import (
     RequestInfo,
 )
 from toolkit.engine.pace import Pace
+from toolkit.engine.request_list import describe, has_id
 from toolkit.errors import WorkersLostError
 from toolkit.executor import Executor, Pending
 from toolkit.hardware.memory import is_fatal, is_out_of_memory

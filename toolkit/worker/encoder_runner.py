@@ -9,7 +9,7 @@ from toolkit.attention.packed import PackedBatch
 from toolkit.models.model import Encoder
 from toolkit.pooling.heads import Head
 from toolkit.scheduler import ModelOutput, SchedulerOutput
-from toolkit.worker.gpu.delivery import copy_barrier, to_host
+from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.model_runner import PendingOutput
 
 

@@ -27,7 +27,7 @@ from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.output import IntArray
 from toolkit.speculative.drafter import NO_DRAFT, Drafter, Drafts
 from toolkit.worker.batch_state import BatchState
-from toolkit.worker.gpu.delivery import copy_barrier, to_host
+from toolkit.worker.delivery import copy_barrier, to_host
 from toolkit.worker.kv_cache import KVCache, RowStates
 from toolkit.worker.sample_points import SamplePoints
 
