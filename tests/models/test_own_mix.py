@@ -126,9 +126,13 @@ def greedy(folder: Path, prompt: list[int]) -> list[int]:
     ],
     ids=["plain", "chunks", "preemption"],
 )
-def test_states_give_the_right_tokens(folder: Path, settings: dict[str, Any], device: str) -> None:
+def test_states_give_the_right_tokens(
+    folder: Path, settings: dict[str, Any], device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     given = {"device": device, "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
     llm = LLM(str(folder), **given, **settings)
+    assert "no prefix caching and no swap space" in caplog.text
     num_preempted = engines.count_stats(llm, "num_preemptions")
     expected = [greedy(folder, prompt) for prompt in PROMPTS]
     for _ in range(2):  # rows are used again
@@ -163,6 +167,15 @@ def test_estimate_is_that_of_the_worker(folder: Path) -> None:
     }
     assert states == {(8, 4, 64)}
     assert is_hybrid == any(hasattr(one, "k_cache") for one in engines.model(llm).keepers())
+
+
+def test_commands_describe_it(folder: Path, tk_here: Callable[..., Any]) -> None:
+    settings = ("--device", "cpu", "--max-num-seqs", "8")
+    done = tk_here("serve", str(folder), "--dry-run", *settings)
+    assert (done.returncode, done.stderr) == (0, "It fits.\n")
+    assert "GatedForCausalLM" in tk_here("show", str(folder)).stdout
+    shown = tk_here("show", str(folder), "--layers").stdout
+    assert "keeps 4 x 64 numbers for each request" in shown
 
 
 def test_drafts_are_refused(folder: Path) -> None:

@@ -56,6 +56,11 @@ class EngineCore:
     ) -> None:
         """`read_tokenizer` is called once, in a thread, for the first request with a grammar."""
         self.info = info = executor.info
+        if info.has_row_states:
+            logger.info(
+                "layers keep a state for each request: no prefix caching and no swap space; "
+                "preempted requests are computed again"
+            )
         self.executor = executor
         self.scheduler = Scheduler(
             num_blocks=info.num_blocks,

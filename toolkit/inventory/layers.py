@@ -89,7 +89,7 @@ def _name(mix: Mix) -> str:
 
 
 def _mix(mix: Mix, hidden: int) -> Iterator[str]:
-    yield f"{_name(mix)}: {', '.join(_options(mix))}"
+    yield ": ".join(filter(None, (_name(mix), ", ".join(_options(mix)))))
     shown = dict.fromkeys(_projection(*one) for one in mix.projections(hidden))
     plain = [f"{name} {list(shape)}" for name, shape, _ in mix.plain(hidden)]
     for lines in ([*shown], plain):
