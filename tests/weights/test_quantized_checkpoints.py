@@ -173,7 +173,17 @@ Q = "model.layers.0.self_attn.q_proj"
             "tk does not read sparse weights",
         ),
         ("ct-w4a16-g128", lambda c, t: c.update(ignore=["re:("]), "is no regular expression"),
+        (
+            "ct-w4a16-g128",
+            lambda c, t: c["config_groups"]["group_0"]["weights"].update(group_size=-1),
+            r"weights\.group_size is -1",
+        ),
         ("bnb-nf4-nested", lambda c, t: c.update(bnb_4bit_quant_type="af4"), "is 'af4', and tk"),
+        (
+            "bnb-nf4-nested",
+            lambda c, t: c.update(llm_int8_skip_modules=7),
+            "llm_int8_skip_modules is 7 instead of a list of strings",
+        ),
         (
             "bnb-nf4-nested",
             lambda c, t: t[f"{Q}.weight.quant_state.bitsandbytes__nf4"].fill_(7),

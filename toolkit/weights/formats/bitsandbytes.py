@@ -102,7 +102,7 @@ class EightBits(Packing):
 
 def read(config: Fields, header: Header) -> Packings:
     """Read a quantization_config of quant_method bitsandbytes."""
-    skipped = config.get("llm_int8_skip_modules", default=["lm_head"])
+    skipped = config.names("llm_int8_skip_modules", default=["lm_head"])
     kind = config.text("bnb_4bit_quant_type", default="fp4")
     if kind not in KINDS:
         raise ValueError(f"bnb_4bit_quant_type is {kind!r}, and tk reads {', '.join(KINDS)}")

@@ -168,9 +168,12 @@ class _Scheme:
         if strategy not in ("tensor", "channel", "group"):
             raise ValueError(f"{weights.path}.strategy is {strategy!r} for integers")
         zeros = header.get(f"{name}.weight_zero_point")
+        group = weights.integer("group_size", default=0) if strategy == "group" else 0
+        if group < 0:
+            raise ValueError(f"{weights.path}.group_size is {group}")
         return Integers(
             weights.integer("num_bits"),
-            weights.integer("group_size", default=0) if strategy == "group" else 0,
+            group,
             weights.boolean("symmetric", default=True),
             self.format == "pack-quantized",
             weights.get("actorder") in ("group", True),

@@ -87,9 +87,9 @@ class Fields:
             raise self._wrong(names, value, "a string")
         return value
 
-    def names(self, *names: str) -> list[str]:
-        """Return a list of strings, empty without the field."""
-        value = self.get(*names, default=[])
+    def names(self, *names: str, default: Sequence[str] = ()) -> list[str]:
+        """Return a list of strings, the default without the field."""
+        value = self.get(*names, default=[*default])
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise self._wrong(names, value, "a list of strings")
         return value
