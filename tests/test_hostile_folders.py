@@ -90,6 +90,18 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "a pipe for weights": (pipe(WEIGHTS), "has no weights"),
     "a pipe for config.json": (pipe("config.json"), "has no config.json"),
+    "no list of architectures": (config(architectures=7), "architectures are 7, not a list"),
+    "a factor that overflows": (
+        config(
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 1e308,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+            }
+        ),
+        "config.json cannot be used: .*cannot be computed with",
+    ),
     "many layers": (config(num_hidden_layers=10**9), "num_hidden_layers 1000000000: more"),
     "many experts": (config(num_hidden_layers=2000, num_experts=10**6), "num_experts 1000000"),
     "a large hidden size": (config(hidden_size=2**40), "<= 2147483647 - at `hidden_size`"),

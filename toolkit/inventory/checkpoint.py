@@ -78,9 +78,9 @@ class Checkpoint:
     @property
     def architecture(self) -> str:
         """First of config.json's architectures, else its model_type."""
-        return str(
-            next(iter(self.raw.get("architectures") or []), self.raw.get("model_type", "unknown"))
-        )
+        names = self.raw.get("architectures")
+        kind = self.raw.get("model_type", "unknown")
+        return str(names[0] if isinstance(names, list) and names else kind)
 
     @property
     def kind(self) -> str:

@@ -34,6 +34,10 @@ _LAYERS = re.compile(r"(n|num)_(\w+_)?layers?")
 _EXPERTS = re.compile(r"(\w+_)?(n|num)_(\w+_)?experts")
 
 
+_OF_WRONG_VALUES = ArithmeticError, AttributeError, KeyError, TypeError
+"""Errors of formulas and lookups with values that no model has."""
+
+
 class Architecture(Protocol):
     """A module of `models.architectures`, or of a plug-in."""
 
@@ -84,7 +88,9 @@ def find_problem(raw: dict[str, Any], model_impl: str = "auto") -> str | None:
 
 def _find_problem(raw: dict[str, Any]) -> str | None:
     """Return why there is no description for a config.json, or None."""
-    names = list(raw.get("architectures") or [])
+    names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        return f"its architectures are {names!r}, not a list"
     kind = _kind(raw)
     if not names:
         return f"it names no architecture; its model_type is {raw.get('model_type')!r}"
@@ -92,6 +98,10 @@ def _find_problem(raw: dict[str, Any]) -> str | None:
         listed = " or ".join(map(repr, names))
         return f"unsupported architecture {listed} with model_type {raw.get('model_type')!r}"
     return None
+
+
+def _of_a_field(error: Exception) -> str:
+    return f"a field has a value that cannot be computed with ({error})"
 
 
 def _find_excess(raw: dict[str, Any]) -> str | None:
@@ -129,6 +139,8 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
         config = msgspec.convert(raw, _module(_kind(raw)).Config)
     except msgspec.ValidationError as error:
         raise ValueError(str(error).replace("`$.", "`")) from None
+    except _OF_WRONG_VALUES as error:
+        raise ValueError(_of_a_field(error)) from error
     config.model_type = _kind(raw)
     known = _module(config.model_type).ARCHITECTURES
     config.architectures = [name for name in config.architectures if name in known]
@@ -148,6 +160,9 @@ def describe(config: ArchitectureConfig) -> Decoder | Encoder | External:
     except Exception as error:
         if plugin := _plugins().get(config.model_type):
             raise plugin.error(error) from error
+        if isinstance(error, _OF_WRONG_VALUES):
+            problem = _of_a_field(error)
+            raise CheckpointError(f"config.json cannot be used: {problem}.") from error
         raise
     if isinstance(description, Decoder) and not has_head(config):
         unused = (*description.unused, "lm_head.", "embed_out.")

@@ -71,7 +71,8 @@ class FallbackConfig(ArchitectureConfig, kw_only=True):
 
 def may_fall_back(raw: Mapping[str, Any]) -> bool:
     """Return True if a config.json names a decoder, by the name of its class."""
-    return any(str(name).endswith(_ENDS) for name in raw.get("architectures") or [])
+    names = raw.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(_ENDS) for name in names)
 
 
 def fallback_config(raw: dict[str, Any]) -> FallbackConfig:
