@@ -11,10 +11,9 @@ import torch
 from toolkit.attention import AttentionBatch
 from toolkit.distributed import full_shard
 from toolkit.layers import Linear, MergedLinear
+from toolkit.models import mix
 from toolkit.models.describe import Decoder, Layer, Mix
 from toolkit.models.memory import Part, RowMemory
-from toolkit.models.mix import MODULES
-from toolkit.models.mix import Mix as MixModule
 from toolkit.models.model import Keeper
 from toolkit.models.parts import decoder, gated_mlp, pre_norm, rms_norm
 from toolkit.weights.source import Source
@@ -24,14 +23,14 @@ from toolkit.weights.source import Source
 class Gated(Mix):
     """S = sigmoid(gate) · S + k vᵀ for each token and head; the output is qᵀ S."""
 
+    module = "tests.models.gated_mix:GatedMix"
     name: str
     num_heads: int = 4
     size: int = 8
 
     @property
     def inputs(self) -> list[tuple[Source, int]]:
-        widths = dict.fromkeys(("q", "k", "v"), self.num_heads * self.size)
-        widths["gate"] = self.num_heads
+        widths = dict.fromkeys("qkv", self.num_heads * self.size) | {"gate": self.num_heads}
         return [(Source(f"{self.name}.{part}"), width) for part, width in widths.items()]
 
     @property
@@ -43,7 +42,7 @@ class Gated(Mix):
         yield Source(f"{self.name}.out"), hidden, self.num_heads * self.size, False
 
 
-class GatedMix(MixModule, Keeper):
+class GatedMix(mix.Mix, Keeper):
     attends = may_synchronize = True
 
     def __init__(self, gated: Gated, hidden: int, _: object) -> None:
@@ -77,6 +76,3 @@ def describe(config: Any) -> Decoder:
         return pre_norm(Gated(name), norms[0], gated_mlp(config, f"{name}.mlp"), norms[1])
 
     return decoder(config, layer, rms_norm(config, "model.norm"))
-
-
-MODULES[Gated] = GatedMix

@@ -19,7 +19,7 @@ from tests.models import gated_mix
 from toolkit import LLM
 from toolkit.attention import AttentionBatch
 from toolkit.config import EngineConfig
-from toolkit.errors import ConfigError, EngineError
+from toolkit.errors import CheckpointError, ConfigError, EngineError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.estimate import estimate
@@ -202,3 +202,11 @@ def test_blocks_that_are_read_before_they_are_written_show(
     llm = LLM(str(checkpoint("llama3-gqa")), device="cpu", max_model_len=48, **settings)
     with pytest.raises(EngineError, match="not finite"):
         checkpoints.generate(llm, PROMPTS, max_tokens=COUNT, ignore_eos=True)
+
+
+def test_a_mix_without_a_module_says_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_mix.Gated, "module", "")
+    with pytest.raises(CheckpointError, match="Gated has no module: name it by the field"):
+        LLM(str(folder), device="cpu")

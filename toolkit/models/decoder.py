@@ -15,7 +15,7 @@ from toolkit.distributed import current_group, current_stage
 from toolkit.layers import Embedding, Join, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.layers.replay import Replay
 from toolkit.models import describe
-from toolkit.models.mix import MODULES, Mix
+from toolkit.models.mix import Mix, build_mix
 from toolkit.models.model import CausalLM
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.rotary import RotaryTables
@@ -32,7 +32,7 @@ class Step(nn.Module):
         super().__init__()
         norms = list(dict.fromkeys(branch.norm for branch in step if branch.norm is not None))
         self.join = Join(hidden, [_norm(norm) for norm in norms], *_after(before))
-        mixes = [MODULES[type(branch.mix)](branch.mix, hidden, rope) for branch in step]
+        mixes = [build_mix(branch.mix, hidden, rope) for branch in step]
         self._mixes = tuple(mixes)  # typed, and faster to iterate over
         self.mixes = nn.ModuleList(mixes)
         self.inputs = [norms.index(b.norm) if b.norm is not None else 0 for b in step]

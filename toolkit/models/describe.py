@@ -106,9 +106,12 @@ class Rope:
 class Mix:
     """The computation of a branch, between its norm and the residual stream.
 
-    `models.mix.MODULES` has the module of each kind."""
+    `models.mix.MODULES` has the module of each kind, or `module` names it."""
 
     __slots__ = ()
+    module: ClassVar[str] = ""
+    """The class of its module, "package.module:class", if another package has it. It is imported
+    when the model is built: a description imports no torch."""
     weights: ClassVar[Literal["linear", "expert"]] = "linear"  # of the projections
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from toolkit.attention import AttentionBatch, AttentionShape, HeadNorm, HeadTransform
 from toolkit.distributed import Shard, current_group, even_shard, expert_shards, kv_head_shard
+from toolkit.errors import CheckpointError
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.norm import DTYPES, RowNorm
 from toolkit.kernels.reference import Routing
@@ -286,3 +288,17 @@ MODULES: dict[type[describe.Mix], Callable[[Any, int, RotaryTables], Mix]] = {
     describe.Experts: ExpertsMix,
 }
 """Module of each description: made of it, the hidden size and the rotations."""
+
+
+def build_mix(described: describe.Mix, hidden: int, rotary: RotaryTables) -> Mix:
+    """Return the module of a description. Raises CheckpointError if there is none."""
+    make = MODULES.get(type(described))
+    if make is None:
+        module, _, name = described.module.partition(":")
+        if not name:
+            raise CheckpointError(
+                f"{type(described).__name__} has no module: name it by the field `module`, or "
+                "enter it in toolkit.models.mix.MODULES."
+            )
+        make = getattr(import_module(module), name)
+    return make(described, hidden, rotary)
