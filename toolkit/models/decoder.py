@@ -38,6 +38,7 @@ class Step(nn.Module):
         self.inputs = [norms.index(b.norm) if b.norm is not None else 0 for b in step]
         """Index of each branch's norm."""
         self.into = mixes[0].input if len(step) == 1 else None
+        self.is_last_to_attend = False  # of its stage: later steps need only the wanted tokens
 
     def forward(
         self, stream: Stream, batch: AttentionBatch, wanted: torch.Tensor | None = None
@@ -119,11 +120,13 @@ class Decoder(CausalLM):
         self.rope = RotaryTables(description.ropes, max_model_len)
         layers = [description.layers[index] for index in _stage_layers(description)]
         before = [None, *chain.from_iterable(layers)]
-        steps = iter(
+        steps = [
             Step(step, last, hidden, self.rope)
             for step, last in zip(chain.from_iterable(layers), before, strict=False)
-        )
-        self.layers = nn.ModuleList(nn.ModuleList(next(steps) for _ in layer) for layer in layers)
+        ]
+        ([step for step in steps if step.attends] or steps)[-1].is_last_to_attend = True
+        rest = iter(steps)
+        self.layers = nn.ModuleList(nn.ModuleList(next(rest) for _ in layer) for layer in layers)
         self.may_synchronize = any(
             isinstance(one, Mix) and one.may_synchronize for one in self.modules()
         )
@@ -174,9 +177,8 @@ class Decoder(CausalLM):
         steps = list(chain.from_iterable(self._layers()))
         stream = Stream(x, len(steps) + 1)
         wanted = batch.wanted if self.stage.is_last else None
-        last = max(index for index, step in enumerate(steps) if step.attends)
-        for index, step in enumerate(steps):
-            step(stream, batch, wanted if index == last else None)
+        for step in steps:
+            step(stream, batch, wanted if step.is_last_to_attend else None)
         (out,) = stream.read(self.last)
         assert isinstance(out, torch.Tensor)
         return out
@@ -185,11 +187,12 @@ class Decoder(CausalLM):
         """Run all layers, and keep the hidden states that a drafter reads."""
         layers, wanted = self._layers(), batch.wanted
         stream = Stream(x, sum(map(len, layers)) + 1)
-        keeps_all = taps.output or len(layers) - 1 in taps.layers
+        last = len(layers) - len(_from_last_attention(layers))
+        keeps_all = taps.output or max(taps.layers) >= last
         for index, layer in enumerate(layers):
-            is_last = index == len(layers) - 1 and not keeps_all
             for nth, step in enumerate(layer):
-                step(stream, batch, wanted if is_last and step.attends else None)
+                drops = step.is_last_to_attend and not keeps_all
+                step(stream, batch, wanted if drops else None)
                 if nth == 0 and index in taps.layers:  # it has read what the layer begins with
                     taps.put(index, stream.residual)
         (out,) = stream.read(self.last)
@@ -203,16 +206,24 @@ class Decoder(CausalLM):
 
     @contextmanager
     def with_few_layers(self) -> Iterator[None]:
-        """Run only one layer of each kind, and the last, inside the block.
+        """Run only one layer of each kind, and the last that attends, inside the block.
 
         They launch the kernels of all layers."""
         layers = self._layers()
         kinds = {tuple(step.kind for step in layer): layer for layer in reversed(layers)}
-        self._few_layers = list(dict.fromkeys((*kinds.values(), layers[-1])))
+        self._few_layers = list(dict.fromkeys((*kinds.values(), *_from_last_attention(layers))))
         try:
             yield
         finally:
             self._few_layers = []
+
+
+def _from_last_attention(layers: Sequence[Sequence[Step]]) -> Sequence[Sequence[Step]]:
+    """Return the last layer that attends, and those after it."""
+    first = next(
+        index for index, layer in enumerate(layers) if any(one.is_last_to_attend for one in layer)
+    )
+    return layers[first:]
 
 
 def _norm(norm: describe.Norm) -> Norm:
