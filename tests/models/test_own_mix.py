@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests import checkpoints, engines
 from tests.checkpoints import VOCAB
 from tests.models import gated_mix
+from tests.models.own_models import NAME, make_checkpoint
 from toolkit import LLM
 from toolkit.attention import AttentionBatch
 from toolkit.config import EngineConfig
@@ -23,8 +23,6 @@ from toolkit.errors import CheckpointError, ConfigError, EngineError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.estimate import estimate
-from toolkit.models.architectures import llama
-from toolkit.models.config import registry
 from toolkit.models.describe import Branch, Decoder
 from toolkit.models.parts import attention
 from toolkit.worker.kv_cache import KVCache
@@ -46,38 +44,22 @@ def describe_hybrid(config: Any) -> Decoder:
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a checkpoint with random weights."""
     describe = gated_mix.describe if request.param == "alone" else describe_hybrid
-    module = types.SimpleNamespace(
-        ARCHITECTURES=("GatedForCausalLM",), Config=llama.Config, describe=describe
-    )
-    monkeypatch.setattr(registry, "_module", lambda kind: module)
-    monkeypatch.setattr(registry, "model_types", lambda: ("gated",))
-    checkpoints.save(checkpoints.make_reference("llama3-gqa"), tmp_path)
-    checkpoints.edit_json(
-        tmp_path / "config.json",
-        architectures=["GatedForCausalLM"],
-        model_type="gated",
+    return make_checkpoint(
+        tmp_path,
+        monkeypatch,
+        describe,
         hidden_size=HIDDEN,
-        intermediate_size=96,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        tie_word_embeddings=False,
     )
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        one.name: torch.randn(one.shape, generator=generator)
-        * (1.0 if len(one.shape) == 1 else one.columns**-0.5)
-        for one in read_folder(tmp_path, "gated").description.parameters()
-    }
-    save_file(weights, tmp_path / "model.safetensors")
-    return tmp_path
 
 
-def greedy(folder: Path, prompt: list[int]) -> list[int]:
-    """Return the likeliest tokens, by whole sequences in float64."""
+def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """Return the logits after each token, [num_tokens, vocab], in float64."""
     w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-    eps = read_folder(folder, "gated").config.rms_norm_eps
+    eps = read_folder(folder, NAME).config.rms_norm_eps
 
     def product(x: torch.Tensor, name: str) -> torch.Tensor:
         return x @ w[f"{name}.weight"].T
@@ -101,18 +83,23 @@ def greedy(folder: Path, prompt: list[int]) -> list[int]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return product(out[0].transpose(0, 1).flatten(1), f"{name}.o_proj")
 
+    x = w["model.embed_tokens.weight"][tokens]
+    for index in range(LAYERS):
+        name = f"model.layers.{index}"
+        is_attention = f"{name}.attn.q_proj.weight" in w
+        mix = attend if is_attention else recurrent
+        x = x + mix(norm(x, f"{name}.norm1"), f"{name}.attn" if is_attention else name)
+        y = norm(x, f"{name}.norm2")
+        gate, up = (product(y, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+        x = x + product(F.silu(gate) * up, f"{name}.mlp.down_proj")
+    return product(norm(x, "model.norm"), "lm_head")
+
+
+def greedy(folder: Path, prompt: list[int]) -> list[int]:
+    """Return the likeliest tokens, by whole sequences."""
     tokens = list(prompt)
     for _ in range(COUNT):
-        x = w["model.embed_tokens.weight"][tokens]
-        for index in range(LAYERS):
-            name = f"model.layers.{index}"
-            is_attention = f"{name}.attn.q_proj.weight" in w
-            mix = attend if is_attention else recurrent
-            x = x + mix(norm(x, f"{name}.norm1"), f"{name}.attn" if is_attention else name)
-            y = norm(x, f"{name}.norm2")
-            gate, up = (product(y, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
-            x = x + product(F.silu(gate) * up, f"{name}.mlp.down_proj")
-        tokens.append(int(product(norm(x[-1], "model.norm"), "lm_head").argmax()))
+        tokens.append(int(logits(folder, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -147,16 +134,30 @@ def test_several_answers_have_states_of_their_own(folder: Path) -> None:
     [both] = checkpoints.generate(llm, PROMPTS[:1], max_tokens=COUNT, ignore_eos=True, n=2)
     assert [list(one.token_ids) for one in both.outputs] == [greedy(folder, PROMPTS[0])] * 2
     [sampled] = checkpoints.generate(
-        llm, PROMPTS[:1], max_tokens=COUNT, ignore_eos=True, n=3, temperature=1.0, seed=1
+        llm,
+        PROMPTS[:1],
+        max_tokens=COUNT,
+        ignore_eos=True,
+        n=3,
+        temperature=1.0,
+        seed=1,
+        logprobs=0,
     )
     assert len({one.token_ids[0] for one in sampled.outputs}) > 1
+    for one in sampled.outputs:
+        expected = logits(folder, [*PROMPTS[0], *one.token_ids]).log_softmax(-1)
+        first = len(PROMPTS[0]) - 1
+        for nth, (token, found) in enumerate(zip(one.token_ids, one.logprobs or [], strict=True)):
+            assert found[token].logprob == pytest.approx(
+                float(expected[first + nth, token]), abs=1e-3
+            )
 
 
 def test_estimate_is_that_of_the_worker(folder: Path) -> None:
     settings = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8}
     llm = LLM(str(folder), **settings)
     config = EngineConfig.from_settings(settings)
-    found = estimate(read_folder(folder, "gated"), config, find_device("cpu"))
+    found = estimate(read_folder(folder, NAME), config, find_device("cpu"))
     assert (found.num_blocks, found.cache) == (llm.info.num_blocks, llm.info.cache_bytes)
     assert found.fits
     is_hybrid = found.block_bytes > 0
@@ -173,7 +174,7 @@ def test_commands_describe_it(folder: Path, tk_here: Callable[..., Any]) -> None
     settings = ("--device", "cpu", "--max-num-seqs", "8")
     done = tk_here("serve", str(folder), "--dry-run", *settings)
     assert (done.returncode, done.stderr) == (0, "It fits.\n")
-    assert "GatedForCausalLM" in tk_here("show", str(folder)).stdout
+    assert "OwnForCausalLM" in tk_here("show", str(folder)).stdout
     shown = tk_here("show", str(folder), "--layers").stdout
     assert "keeps 4 x 64 numbers for each request" in shown
 
@@ -204,9 +205,19 @@ def test_blocks_that_are_read_before_they_are_written_show(
         checkpoints.generate(llm, PROMPTS, max_tokens=COUNT, ignore_eos=True)
 
 
-def test_a_mix_without_a_module_says_what_to_do(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("", "Gated has no module: its field `module` must be 'package.module:class'; got ''"),
+        ("tests.models.gated_mix", "got 'tests.models.gated_mix'"),
+        (":GatedMix", "got ':GatedMix'"),
+        ("nowhere:Mix", "the module of Gated, nowhere:Mix, cannot be loaded: No module named"),
+        ("tests.models.gated_mix:Other", "cannot be loaded: .* has no attribute 'Other'"),
+    ],
+)
+def test_a_mix_without_a_usable_module_says_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, message: str
 ) -> None:
-    monkeypatch.setattr(gated_mix.Gated, "module", "")
-    with pytest.raises(CheckpointError, match="Gated has no module: name it by the field"):
+    monkeypatch.setattr(gated_mix.Gated, "module", module)
+    with pytest.raises(CheckpointError, match=message):
         LLM(str(folder), device="cpu")

@@ -292,13 +292,21 @@ MODULES: dict[type[describe.Mix], Callable[[Any, int, RotaryTables], Mix]] = {
 
 def build_mix(described: describe.Mix, hidden: int, rotary: RotaryTables) -> Mix:
     """Return the module of a description. Raises CheckpointError if there is none."""
-    make = MODULES.get(type(described))
-    if make is None:
-        module, _, name = described.module.partition(":")
-        if not name:
-            raise CheckpointError(
-                f"{type(described).__name__} has no module: name it by the field `module`, or "
-                "enter it in toolkit.models.mix.MODULES."
-            )
-        make = getattr(import_module(module), name)
+    make = MODULES.get(type(described)) or _find_module(described)
     return make(described, hidden, rotary)
+
+
+def _find_module(described: describe.Mix) -> Callable[[Any, int, RotaryTables], Mix]:
+    kind, (module, _, name) = type(described).__name__, described.module.partition(":")
+    if not module or not name:
+        raise CheckpointError(
+            f"{kind} has no module: its field `module` must be 'package.module:class'; "
+            f"got {described.module!r}."
+        )
+    try:
+        found: Callable[[Any, int, RotaryTables], Mix] = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"the module of {kind}, {described.module}, cannot be loaded: {error}."
+        ) from error
+    return found
