@@ -124,6 +124,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_folder_is_one_clear_error(
     checkpoint: Callable[[str], Path], tmp_path: Path, name: str
@@ -141,6 +142,7 @@ GGUF: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", GGUF)
 def test_hostile_gguf_file_is_one_clear_error(tmp_path: Path, name: str) -> None:
     more, says = GGUF[name]
@@ -171,7 +173,7 @@ def test_normal_rules_of_a_tokenizer_are_read(
 def test_a_text_on_which_the_tokenizer_gives_up_is_refused(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The library panics, with a class that is no Exception."""
+    """The library panics with an error that is not derived from Exception."""
     folder = shutil.copytree(checkpoint("llama3-gqa"), tmp_path / "model")
     split = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated"}
     parts = [split | {"invert": False}, {"type": "ByteLevel", "use_regex": False}]

@@ -40,13 +40,19 @@ def test_every_product_of_every_architecture_is_printed(checkpoint, name):
     found = read_folder(checkpoint(name), name)
     described, lines = found.description, lines_of(found)
     assert isinstance(described, Decoder)
-    text = "\n".join(lines)
-    kinds = {line for line in lines if line.startswith("layer")}
-    assert 1 <= len(kinds) <= described.num_layers
+    printed = {line.split()[0] for line in lines}
+    expected, experts = set(), []
     for parameter in described.parameters():
-        if parameter.kind == "linear" and parameter.layer == 0:
-            short = parameter.name.removeprefix(f"{described.layers_name}.0.")
-            assert short.removesuffix(".weight") in text
+        prefix = f"{described.layers_name}.{parameter.layer}."
+        if parameter.kind in ("linear", "expert") and parameter.name.startswith(prefix):
+            short = parameter.name.removeprefix(prefix).removesuffix(".weight")
+            if parameter.kind == "linear":
+                expected.add(short)
+            else:
+                experts.append(short)
+    expected.update(experts[:1])  # the others may be counted only
+    assert len(expected) > 1
+    assert expected <= printed
 
 
 def test_a_model_without_a_description_has_one_line(tmp_path, tk_here):

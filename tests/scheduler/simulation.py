@@ -159,7 +159,8 @@ class Device:
                         for p in range(end)
                     ]
                     assert all(
-                        (one == right).all() for one, right in zip(held, prefixes, strict=False)
+                        (one == right).all()
+                        for one, right in zip(held, prefixes[:end], strict=True)
                     ), "a row reads another request's cache, or a stale one"
             if samples:
                 assert end == len(row.tokens) + drafts, "the next token comes after all the others"
