@@ -72,6 +72,8 @@ def test_few_layers_launch_the_kernels_of_all(case, llm):
         steps = [step for layer in model._layers() for step in layer]
     few = [mix.attn for step in steps for mix in step.mixes if hasattr(mix, "attn")]
     assert {(one.shape, one.transform.rope is None) for one in few} == kinds
+    everything = list(model.layers.modules())
+    assert [everything.index(step) for step in steps] == sorted(map(everything.index, steps))
 
 
 def run(case, settings: dict, prompts: list[list[int]]) -> None:

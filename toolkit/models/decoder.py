@@ -211,7 +211,9 @@ class Decoder(CausalLM):
         They launch the kernels of all layers."""
         layers = self._layers()
         kinds = {tuple(step.kind for step in layer): layer for layer in reversed(layers)}
-        self._few_layers = list(dict.fromkeys((*kinds.values(), *_from_last_attention(layers))))
+        few = {id(layer) for layer in (*kinds.values(), *_from_last_attention(layers))}
+        # In order: the last one that attends drops tokens.
+        self._few_layers = [layer for layer in layers if id(layer) in few]
         try:
             yield
         finally:
