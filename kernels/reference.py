@@ -582,7 +582,7 @@ def _shift_right(x: Tensor, count: int) -> Tensor:
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Tensor:
-    """Return records int32 `[n, 3 + 2k]` (`toolkit.sampling.logprobs`) of the given tokens."""
+    """Return records int32 `[n, 3 + 2k]` (`kernels.logprobs`) of the given tokens."""
     values = logits.double().log_softmax(-1)
     tokens = torch.cat((token_ids.clamp(min=0)[:, None], logits.topk(k, dim=-1).indices), dim=-1)
     rank = (logits > logits.gather(1, tokens[:, :1])).sum(-1) + 1
@@ -653,9 +653,10 @@ def expand_inputs(
         )
 
 
-def copy_runs(target: Tensor, runs: Tensor, values: Tensor) -> None:
+def copy_runs(target: Tensor, runs: Tensor, values: Tensor, longest: int) -> None:
     """Copy runs of `values` into rows of `target` `[num_rows, width]`, in place.
 
-    runs: `[num_runs, 4]`, each (row, column, offset in `values`, length)."""
+    runs: `[num_runs, 4]`, each (row, column, offset in `values`, length), none longer than
+    `longest`."""
     for row, column, begin, length in runs.tolist():
         target[row, column : column + length] = values[begin : begin + length]

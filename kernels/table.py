@@ -1,18 +1,80 @@
-"""The table of GPU kernels, from which the rest of `toolkit` takes them."""
+"""The table of a device's kernels, from which the rest of `toolkit` takes them."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
+from toolkit.kernels import drafts, logprobs, plain, reference
 from toolkit.kernels.switch import kernels_are_off
 
 
 class Kernels:
+    """Entries that every device has. Here they are PyTorch's: the reference, or a faster version.
+
+    They are documented in `kernels.reference` and `kernels.drafts`. Attributes of the object
+    instead of its class are looked up without binding, in every layer."""
+
+    why_eager: str | None = "CUDA graphs need the package triton"
+    """Why no step replays a CUDA graph. None: the device has none."""
+
+    def __init__(self) -> None:
+        # Experts, norms
+        self.route = reference.route
+        self.join = reference.join
+        self.rms_norm_rows = reference.rms_norm_rows
+        self.soft_cap_ = reference.soft_cap_
+
+        # Sampling
+        self.penalize = plain.penalize
+        self.mask_logits = plain.mask_logits
+        self.sample = plain.sample
+        self.logprobs = logprobs.logprobs
+
+        # Batch state
+        self.copy_runs = reference.copy_runs
+        self.expand_inputs = reference.expand_inputs
+
+        # Drafts
+        self.locate_points = drafts.locate_points
+        self.accept_drafts = drafts.accept_drafts
+        self.look_up_drafts = drafts.look_up_drafts
+        self.draft_inputs = drafts.draft_inputs
+
+    def ignore_compilations(self) -> None:
+        """Stop the count of `count_compilations`, as while another engine of the process starts."""
+
+    def count_compilations(self) -> Callable[[], int]:
+        """Count the kernels that are compiled from now on. The result returns those since its last
+        call."""
+        return lambda: 0
+
+
+class CPUKernels(Kernels):
+    """Entries of CPUs, in C++ and NumPy. Layers prepare products and norms (`kernels.cpu`)."""
+
+    why_eager = None
+
+    def __init__(self) -> None:
+        from toolkit.kernels.cpu import state
+
+        super().__init__()
+        self.sample = state.sample
+        self.copy_runs = state.copy_runs
+        self.expand_inputs = state.expand_inputs
+        self.locate_points = state.locate_points
+        self.accept_drafts = state.accept_drafts
+        self.look_up_drafts = state.look_up_drafts
+        self.draft_inputs = state.draft_inputs
+
+
+class TritonKernels(Kernels):
     """Kernels of a GPU, by subject. They are documented where they are defined.
 
-    Where several kernels compute the same, the entry chooses one, by sizes and types.
-    Attributes of the object instead of its class are looked up without binding, in every layer.
-    Triton is imported here, so that CPUs never import it."""
+    Where several kernels compute the same, the entry chooses one, by sizes and types. Triton is
+    imported here, so that CPUs never import it."""
+
+    why_eager = "the attention backend or the model's code does not allow it"
 
     def __init__(self) -> None:
         from toolkit.kernels import cublas, products, sums
@@ -28,6 +90,8 @@ class Kernels:
             resample,
             sampling,
         )
+
+        super().__init__()
 
         # Products
         self.product = products.product
@@ -66,7 +130,7 @@ class Kernels:
         self.decode_attention = attention.decode_attention
 
         # Sampling
-        self.penalize = penalties.penalize
+        self.penalize = self.penalize_in_graph = penalties.penalize
         self.mask_logits = bitmask.mask_logits
         self.sample = sampling.sample
         self.gather_logits = resample.gather_logits
@@ -92,19 +156,44 @@ class Kernels:
 
         # Warm-up
         self.compiled_side_by_side = ahead.compiled_side_by_side
-        self.late_compilations = ahead.LateCompilations
+        self._late_compilations = ahead.LateCompilations
+
+    def ignore_compilations(self) -> None:
+        self._late_compilations.stop()
+
+    def count_compilations(self) -> Callable[[], int]:
+        return self._late_compilations().take
 
 
-def kernels_for(device: torch.device) -> Kernels | None:
-    """Return a device's kernels, or None on CPUs and without Triton: PyTorch serves there."""
+def kernels_for(device: torch.device) -> Kernels:
+    """Return a device's kernels."""
+    if kernels_are_off():
+        return _plain_kernels()
+    if device.type == "cpu":
+        return _cpu_kernels()
+    return triton_kernels_for(device) or _plain_kernels()
+
+
+def triton_kernels_for(device: torch.device) -> TritonKernels | None:
+    """Return a GPU's kernels, or None on CPUs and without Triton."""
     return None if device.type != "cuda" or kernels_are_off() else gpu_kernels()
 
 
 @cache
-def gpu_kernels() -> Kernels | None:
+def gpu_kernels() -> TritonKernels | None:
     """Return the kernels, or None without Triton."""
     try:
         import triton  # noqa: F401
     except ImportError:
         return None
+    return TritonKernels()
+
+
+@cache
+def _cpu_kernels() -> CPUKernels:
+    return CPUKernels()
+
+
+@cache
+def _plain_kernels() -> Kernels:
     return Kernels()

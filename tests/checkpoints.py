@@ -192,7 +192,8 @@ def engine_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
         generate(llm, [prompt], max_tokens=1, prompt_logprobs=0)
     finally:
         del model.logits
-    return torch.cat(seen)  # the prompt's positions in order; the last is sampled
+    sampled, *of_prompt = seen
+    return torch.cat((*of_prompt, sampled))
 
 
 def records_steps(llm: LLM) -> bool:

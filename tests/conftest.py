@@ -236,7 +236,7 @@ QUICK_FOLDERS = frozenset(
 SLOW_FILES = frozenset(
     """test_async_llm test_beam_search test_bench_clients test_bench_compare
     test_bench_engine test_bench_run test_chat_markdown test_chat_piped
-    test_chat_template test_chat_terminal test_cpu_kernels test_cuda_state
+    test_chat_template test_chat_terminal test_cpu_kernels test_batch_state
     test_data_parallel test_decoder_pooling test_demo test_doctor test_draft_masks
     test_embedding_parity test_failing_steps test_fp8_cache test_fp8_layers
     test_gguf_experts test_harmony test_hostile_server test_hub test_int8

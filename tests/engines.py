@@ -75,8 +75,13 @@ def model(llm: LLM) -> Any:
     return runner(llm).model
 
 
+def kernels(llm: LLM) -> Any:
+    """Return the table of kernels that inputs and sampling take."""
+    return runner(llm).sampler.kernels
+
+
 def graphs(llm: LLM) -> Any:
-    """Return the captured graphs of a `CudaRunner`."""
+    """Return the captured graphs."""
     return runner(llm)._graphs
 
 

@@ -62,12 +62,8 @@ ARROWS = {
     "pooling": {"models", "scheduler", "weights"},
     "speculative": {
         "attention",
-        "hardware",
-        "kernels",
         "layers",
         "models",
-        "sampling",
-        "scheduler",
         "weights",
     },
     "worker": {

@@ -257,9 +257,9 @@ MUTATIONS = (
     Mutation(
         "sampling",
         "penalties-skip-the-first-token",
-        "toolkit/sampling/sampler.py",
-        "output = known & (position >= state.ints[row_index, 2, None])",
-        "output = known & (position > state.ints[row_index, 2, None])",
+        "kernels/plain.py",
+        "output = known & (position >= ints[own, 2, None])",
+        "output = known & (position > ints[own, 2, None])",
         ("tests/sampling/test_sampler.py",),
     ),
     Mutation(
@@ -273,7 +273,7 @@ MUTATIONS = (
     Mutation(
         "sampling",
         "ranks-count-the-token-itself",
-        "toolkit/sampling/logprobs.py",
+        "kernels/logprobs.py",
         "np.count_nonzero(row > one)",
         "np.count_nonzero(row >= one)",
         ("tests/engine/test_llm.py",),
@@ -448,10 +448,10 @@ MUTATIONS = (
     ),
     Mutation(
         "speculative",
-        "a-draft-without-keys-counts-as-computed",
-        "toolkit/speculative/model_drafter.py",
-        "ends = rows[which], lengths[which] + self._most - 1",
-        "ends = rows[which], lengths[which] + self._most",
+        "a-token-that-waits-is-lost",
+        "toolkit/worker/drafter.py",
+        "self._num_waiting[step.rows] = waiting\n",
+        "self._num_waiting[step.rows] = waiting - 1\n",
         ("tests/speculative/test_draft_model.py",),
     ),
     Mutation(

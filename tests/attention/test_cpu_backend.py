@@ -37,8 +37,6 @@ def make_batch(lens: list[tuple[int, int]], rope: tuple[torch.Tensor, ...] = ())
         block_table=table,
         max_query_len=int(queries.max()),
         max_seq_len=int(contexts.max()),
-        query_lens=queries,
-        context_lens=contexts,
         rope=tuple(table[positions] for table in rope),
     )
 

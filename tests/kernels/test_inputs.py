@@ -1,4 +1,4 @@
-"""Kernels that expand a step's inputs: the reference against examples, Triton against it."""
+"""Kernels that expand a step's inputs: the reference against examples, others against it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import reference
+from toolkit.kernels.table import CPUKernels
+
+Table = ModuleType | CPUKernels
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +53,7 @@ def test_reference_expands_a_step():
 def test_reference_copies_runs():
     target = torch.zeros(3, 4, dtype=torch.int32)
     runs = torch.tensor([(2, 1, 3, 2), (0, 0, 0, 3), (1, 2, 1, 0)])
-    reference.copy_runs(target, runs, torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32))
+    reference.copy_runs(target, runs, torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32), 3)
     assert target.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 4, 5, 0]]
 
 
@@ -58,6 +61,17 @@ def test_reference_copies_runs():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("padding", [(0, 0), (3, 17), (130, 70)])
 def test_expand_inputs_equals_reference(inputs, device, seed, padding):
+    require_equal_inputs(inputs, device, seed, padding)
+
+
+@pytest.mark.parametrize(("seed", "padding"), [(0, (0, 0)), (1, (3, 17)), (2, (130, 70))])
+def test_cpu_inputs_equal_reference(seed, padding):
+    require_equal_inputs(CPUKernels(), torch.device("cpu"), seed, padding)
+
+
+def require_equal_inputs(
+    inputs: Table, device: torch.device, seed: int, padding: tuple[int, int]
+) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     block_size, width, num_rows = rng.choice([1, 5, 16]), 200, 9
@@ -88,11 +102,23 @@ def test_expand_inputs_equals_reference(inputs, device, seed, padding):
 
 
 def test_copy_runs_equals_reference(inputs, device):
+    require_equal_runs(inputs, device)
+
+
+def test_cpu_runs_equal_reference():
+    require_equal_runs(CPUKernels(), torch.device("cpu"))
+
+
+def require_equal_runs(inputs: Table, device: torch.device) -> None:
     target = torch.full((4, 3000), -1, dtype=torch.int32, device=device)
     values = torch.arange(2502, dtype=torch.int32, device=device)
     runs = [(2, 5, 0, 2500), (0, 0, 2500, 1), (3, 2999, 2501, 1), (1, 7, 40, 0)]
     runs = torch.tensor(runs, dtype=torch.int32, device=device)
     expected = target.clone()
     inputs.copy_runs(target, runs, values, 2500)
-    reference.copy_runs(expected, runs, values)
+    reference.copy_runs(expected, runs, values, 2500)
+    assert torch.equal(target, expected)
+    single = runs[runs[:, 3] == 1]
+    inputs.copy_runs(target, single, values + 7, 1)
+    reference.copy_runs(expected, single, values + 7, 1)
     assert torch.equal(target, expected)

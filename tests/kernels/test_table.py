@@ -1,4 +1,4 @@
-"""The table of GPU kernels is complete, and only it imports them."""
+"""The tables of kernels are complete, and only they import those of GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from types import FunctionType
 import pytest
 import torch
 
-from toolkit.kernels.table import Kernels, gpu_kernels, kernels_for
+from toolkit.kernels import table
+from toolkit.kernels.switch import only_pytorch
+from toolkit.kernels.table import (
+    CPUKernels,
+    Kernels,
+    TritonKernels,
+    gpu_kernels,
+    kernels_for,
+    triton_kernels_for,
+)
 
 TOOLKIT = Path(__file__).parents[2] / "toolkit"
 TABLE = TOOLKIT.parent / "kernels" / "table.py"
@@ -40,6 +49,7 @@ CONTRACTS = {
     "paged_attention": "attention/test_attention.py::test_windows_caps_and_sinks",
     "decode_attention": "attention/test_decode_attention.py::test_a_token_and_its_drafts",
     "penalize": "sampling/test_sampling.py::test_penalties_equal_reference",
+    "penalize_in_graph": "sampling/test_sampling.py::test_penalties_equal_reference",
     "mask_logits": "sampling/test_bitmask.py::test_triton_equals_reference",
     "sample": "sampling/test_sampling.py::test_rows_with_and_without_filters",
     "gather_logits": "sampling/test_sampling.py::"
@@ -60,14 +70,14 @@ ON_SEVERAL_GPUS = {"peer_buffer_bytes", "make_peers", "release_peers", "sums", "
 NOT_COMPUTING = {
     *("fuses_norm", "fuses_grouped_norm", "factors", "empty_groups", "choosing_products"),
     *("rank_block", "row_classes", "more_row_classes", "min_choice_tokens"),
-    *("compiled_side_by_side", "late_compilations"),
+    *("compiled_side_by_side", "_late_compilations"),
 }
 
 
 @pytest.fixture
-def kernels() -> Kernels:
+def kernels() -> TritonKernels:
     pytest.importorskip("triton")
-    return Kernels()
+    return TritonKernels()
 
 
 def test_every_member_is_callable_or_a_limit(kernels):
@@ -93,7 +103,8 @@ def test_every_member_is_typed(kernels):
 
 def test_every_member_is_used(kernels):
     source = "".join(path.read_text() for path in TOOLKIT.rglob("*.py"))
-    assert {name for name in vars(kernels) if not re.search(rf"kernels\.{name}\b", source)} == set()
+    used = {name for name in vars(kernels) if re.search(rf"kernels(_for\(.*\))?\.{name}\b", source)}
+    assert set(vars(kernels)) - used == {"_late_compilations"}
 
 
 def test_every_computing_entry_has_a_contract_test(kernels):
@@ -108,13 +119,16 @@ def test_every_computing_entry_has_a_contract_test(kernels):
         assert not {"gpu", "pytest.mark.gpu"} & set(marks), place
 
 
-def test_cpus_have_no_kernels():
-    assert kernels_for(torch.device("cpu")) is None
-
-
-def test_without_triton_there_are_no_kernels(monkeypatch):
+def test_each_device_has_a_table(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert type(kernels_for(cpu)) is CPUKernels
+    assert triton_kernels_for(cpu) is None
+    with only_pytorch("reference"):
+        assert type(kernels_for(cpu)) is type(kernels_for(gpu)) is Kernels
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert gpu_kernels.__wrapped__() is None
+    monkeypatch.setattr(table, "gpu_kernels", gpu_kernels.__wrapped__)
+    assert type(kernels_for(gpu)) is Kernels
+    assert triton_kernels_for(gpu) is None
 
 
 def triton_imports(node: ast.AST) -> list[str]:

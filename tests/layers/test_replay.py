@@ -38,7 +38,7 @@ class Steps:
             run(program)
 
         monkeypatch.setattr(
-            model, "logits", lambda hidden: self.logits.append(compute(hidden)) or self.logits[-1]
+            model, "logits", lambda *given: self.logits.append(compute(*given)) or self.logits[-1]
         )
         monkeypatch.setattr(Program, "run", counted)
 

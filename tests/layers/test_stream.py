@@ -57,7 +57,7 @@ def kernels(monkeypatch):
     kernels = SimpleNamespace(
         product=product, product_add_norm=add_norm, fuses_norm=lambda tokens, weight: tokens != 5
     )
-    monkeypatch.setattr(plain, "kernels_for", lambda device: kernels)
+    monkeypatch.setattr(plain, "triton_kernels_for", lambda device: kernels)
     return kernels
 
 

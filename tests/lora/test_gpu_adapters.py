@@ -17,7 +17,7 @@ from tests import engines
 from tests.distributed.test_tensor_parallel_gpu import in_a_process
 from toolkit import LLM, LoRARequest, SamplingParams
 from toolkit.lora.files import find_adapter
-from toolkit.worker.gpu.graph_policy import StepShape
+from toolkit.worker.graph_policy import StepShape
 
 pytestmark = pytest.mark.gpu
 

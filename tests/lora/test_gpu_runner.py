@@ -13,7 +13,7 @@ from tests import engines
 from tests.lora.test_adapters import PROMPT, engine, generate, tokens
 from toolkit import LoRARequest
 from toolkit.errors import ToolkitError
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedTable, GPUAdaptedWeight
 from toolkit.lora.peft import Pair
 from toolkit.lora.weight import Part
@@ -106,21 +106,23 @@ def use_gpu_runner(triton_runs, monkeypatch):
 
     for name in ("PROGRAMS", "MORE_PROGRAMS"):  # the interpreter takes a millisecond for each
         monkeypatch.setattr(lora, name, 2)
-    return lambda: monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda _: Kernels())
+    return lambda: monkeypatch.setattr(
+        "toolkit.worker.worker.kernels_for", lambda _: TritonKernels()
+    )
 
 
 def answers(checkpoint, folders: dict[str, Path], base: str, names: list[str], **more):
-    """Return (class of the runner, answers, log-probabilities of a prompt's tokens)."""
+    """Return (class of the kernels, answers, log-probabilities of a prompt's tokens)."""
     settings = {"max_num_batched_tokens": 7, "max_lora_rank": 20, **TORCH}
     llm = engine(checkpoint(base), folders, **settings | more)
-    runner = type(engines.runner(llm)).__name__
+    kernels = type(engines.kernels(llm)).__name__
     prompts = [PROMPT[:9], PROMPT[:4], PROMPT[:3]]
     found = tokens(generate(llm, prompts, names, max_tokens=3))
     found += tokens(generate(llm, prompts[:1], [""], max_tokens=2))
     (scored,) = generate(llm, prompts[:1], names[:1], max_tokens=1, prompt_logprobs=0)
     llm.shutdown()
     chances = [next(iter(one.values())).logprob for one in scored.prompt_logprobs[1:]]
-    return runner, found, torch.tensor(chances)
+    return kernels, found, torch.tensor(chances)
 
 
 @pytest.mark.on_cpu("True")
@@ -136,7 +138,7 @@ def test_the_gpu_runner_adapts_as_the_cpu_runner(adapter, checkpoint, use_gpu_ru
     use_gpu_runner()
     config = {"method": "draft_model", "model": str(checkpoint(first.base))}
     actual = answers(*case, **{"speculative_config": config, "max_num_seqs": 3} if drafts else {})
-    assert (expected[0], actual[0]) == ("ModelRunner", "CudaRunner")
+    assert (expected[0], actual[0]) == ("CPUKernels", "TritonKernels")
     assert actual[1] == expected[1]
     torch.testing.assert_close(actual[2], expected[2], rtol=0, atol=1e-4)
 
@@ -153,7 +155,7 @@ def test_embeddings_and_head_adapt_as_on_a_cpu(
     use_gpu_runner()
     config = {"method": "ngram", "num_speculative_tokens": 2}
     actual = answers(*case, **{"speculative_config": config, "max_num_seqs": 3} if drafts else {})
-    assert actual[0] == "CudaRunner"
+    assert actual[0] == "TritonKernels"
     assert actual[1] == expected[1]
     torch.testing.assert_close(actual[2], expected[2], rtol=0, atol=1e-4)
 

@@ -166,7 +166,7 @@ def test_estimate_is_that_of_the_worker(folder: Path) -> None:
         for keeper in engines.model(llm).keepers()
         if isinstance(keeper, gated_mix.GatedMix)
     }
-    assert states == {(8, 4, 64)}
+    assert states == {(9, 4, 64)}
     assert is_hybrid == any(hasattr(one, "k_cache") for one in engines.model(llm).keepers())
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.checkpoints import spec_of
+from tests.sampled import load_rows, sample
 from toolkit.sampling.params import SamplingParams
-from toolkit.sampling.sampler import add_biases, sample
+from toolkit.sampling.sampler import add_biases
 from toolkit.sampling.sampling_state import SamplingState
 
 VOCAB = 12
@@ -100,7 +101,7 @@ def test_allowed_tokens_do_not_change_other_requests() -> None:
         ]
     ):
         state.set(row, spec_of(params, 1), 0)
-    state.load([0, 1, 2])
+    load_rows(state)
     rows = np.arange(3, dtype=np.int32)
     tokens = sample(
         logits.clone(), state, torch.zeros(3, 4, dtype=torch.int32), rows, np.ones(3, np.int32)

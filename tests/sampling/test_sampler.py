@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.checkpoints import spec_of
+from tests.sampled import choose, load_rows, sample
 from toolkit.kernels.reference import exponentials
 from toolkit.sampling.params import SamplingParams
-from toolkit.sampling.sampler import choose, sample
 from toolkit.sampling.sampling_state import SamplingState
 
 VOCAB = 60
@@ -23,7 +23,7 @@ def make_state(*params: SamplingParams, num_prompt_tokens: int = 0) -> SamplingS
     state = SamplingState(len(params), torch.device("cpu"))
     for row, one in enumerate(params):
         state.set(row, spec_of(one, num_prompt_tokens, [EOS]), one.seed or row)
-    state.load(list(range(len(params))))
+    load_rows(state)
     return state
 
 
@@ -145,7 +145,6 @@ def state_of_seeds(seeds: torch.Tensor) -> SamplingState:
     """Return a state whose row i has the i-th seed, at temperature 1."""
     state = SamplingState(len(seeds), torch.device("cpu"))
     state.floats[:, 0] = state.floats[:, 1] = 1.0
-    state.random[:] = True
     state.ints[:, 1] = seeds
     return state
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.worker.stages import TwoStages
 from toolkit.attention.torch import TorchBackend
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.scheduler.speculation import StepCosts, StepTimes
 from toolkit.worker.startup.warm_up import WarmUp
 
@@ -28,10 +28,8 @@ def gpu_runner(triton_runs: bool, monkeypatch: pytest.MonkeyPatch):
     """Run the GPU's runner on the CPU, with its kernels in Triton's interpreter."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
-    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
+    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: TritonKernels())
     monkeypatch.setattr(WarmUp, "compile", lambda *_: None)  # there is no compiler
-    # Steps that overlap have the same buffers, which a GPU copies in order.
-    monkeypatch.setattr("toolkit.worker.model_runner.to_host", torch.clone)
     # Of the CPU's runner. It would run steps of one stage alone.
     monkeypatch.setattr(WarmUp, "step_times", lambda *_: StepTimes())
 
@@ -59,9 +57,9 @@ def rerun_graphs(gpu_runner: None, monkeypatch: pytest.MonkeyPatch):
         out = run()
         return Rerun(run, out), out
 
-    for module in ("cuda_runner", "cuda_drafter"):
-        monkeypatch.setattr(f"toolkit.worker.gpu.{module}.capture", capture)
-    monkeypatch.setattr("toolkit.worker.gpu.cuda_runner.empty_cache", lambda: None)
+    for module in ("runner", "step_sampler", "drafter"):
+        monkeypatch.setattr(f"toolkit.worker.{module}.capture", capture)
+    monkeypatch.setattr("toolkit.worker.runner.empty_cache", lambda: None)
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr(TorchBackend, "is_capturable", True)

@@ -186,7 +186,7 @@ def test_drafts_change_nothing(folders, expected, tmp_path, drafter, swap_space)
         found = run(llm)
     llm.shutdown()
     require_equal(expected, found)
-    low, high = {"ngram": (0.02, 0.9), "itself": (0.7, 1.0), "other": (0.0, 0.5)}[drafter]
+    low, high = {"ngram": (0.02, 0.9), "itself": (0.5, 1.0), "other": (0.0, 0.5)}[drafter]
     assert low <= log.acceptance_rate <= high
     assert log.num_drafts > 200
     assert sum(one.num_cached_tokens > 0 for one in found) > 8

@@ -28,7 +28,7 @@ from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.drafters import drafter_of
 from toolkit.inventory.estimate import estimate
 from toolkit.scheduler.speculation import StepCosts, StepTimes
-from toolkit.speculative.draft_model import DraftModel
+from toolkit.speculative.network import DraftModel
 from toolkit.worker.startup.warm_up import WarmUp
 from toolkit.worker.worker import Worker
 
@@ -92,6 +92,27 @@ def test_a_drafter_that_is_always_wrong_stops(monkeypatch, target_folder, other_
     assert 0 < log.num_drafts < 40
     assert 80 < len(log.steps) <= 101
     assert len(runs) < 45
+
+
+def test_drafts_are_right_after_tokens_that_waited(monkeypatch, target_folder: Path):
+    """While no drafts are wanted, up to 64 tokens wait. Requests wait for different times."""
+    calls: list[None] = []
+
+    def pays(*_: object) -> bool:
+        calls.append(None)
+        return not 4 < len(calls) < 12 and not 20 < len(calls) < 100
+
+    monkeypatch.setattr(StepCosts, "pays_to_draft", pays)
+    settings = {"max_model_len": 240, "max_num_batched_tokens": 100}
+    llm = drafting_engine(target_folder, target_folder, **settings)
+    prompts = [one[:length] for one, length in zip(random_prompts(3, 90), (90, 30, 5), strict=True)]
+    with logged_steps(llm) as log:
+        answers(llm, prompts, **GREEDY | {"max_tokens": 140})
+    llm.shutdown()
+    paused = [not step.drafts for step, _ in log.steps]
+    assert paused.count(True) > 70
+    assert log.num_drafts > 30
+    assert log.acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize(

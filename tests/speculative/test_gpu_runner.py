@@ -10,6 +10,7 @@ import pytest
 from tests import engines
 from tests.speculative.drafting import logged_steps
 from toolkit import LLM, SamplingParams
+from toolkit.kernels.table import CPUKernels, TritonKernels
 from toolkit.sampling.params import StructuredOutputsParams
 
 PARAMS = {
@@ -44,14 +45,14 @@ def test_answers_are_those_without_drafts(checkpoint, gpu_runner, monkeypatch):
 
     def answers(**settings) -> tuple[list, object]:
         llm = LLM(str(checkpoint("qwen3")), async_scheduling=True, **SETTINGS | settings)
-        assert type(engines.runner(llm)).__name__ == ("CudaRunner" if settings else "ModelRunner")
+        assert type(engines.kernels(llm)) is (TritonKernels if settings else CPUKernels)
         with logged_steps(llm) as log:
             found = llm.generate(inputs, params, use_tqdm=False)
         llm.shutdown()
         return [one.outputs[0] for one in found], log
 
     with monkeypatch.context() as patch:
-        patch.setattr("toolkit.worker.worker.kernels_for", lambda device: None)
+        patch.setattr("toolkit.worker.worker.kernels_for", lambda device: CPUKernels())
         expected, _ = answers()
     config = {"method": "draft_model", "model": str(checkpoint("qwen3"))}
     found, log = answers(speculative_config=config)

@@ -18,7 +18,7 @@ from toolkit.config import EngineConfig
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.drafters import drafter_of
 from toolkit.inventory.step_memory import StepMemory
-from toolkit.worker.gpu.cuda_runner import CudaRunner
+from toolkit.worker.runner import Runner
 from toolkit.worker.startup.warm_up import WarmUp
 
 LIMITS = {"max_num_seqs": 3, "max_num_batched_tokens": 150, "max_model_len": 250, "block_size": 4}
@@ -34,11 +34,10 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
 
 
-def start(model: Path, speculation: dict[str, object], **more: object) -> tuple[LLM, CudaRunner]:
+def start(model: Path, speculation: dict[str, object], **more: object) -> tuple[LLM, Runner]:
     settings = LIMITS | {"speculative_config": speculation, "attention_backend": "torch"} | more
     llm = drafting_engine(model, None, **settings)
     runner = engines.runner(llm)
-    assert isinstance(runner, CudaRunner)
     return llm, runner
 
 
@@ -66,7 +65,7 @@ def test_tables_of_tokens_and_predictions_are_counted(gpu_runner, target_folder)
     speculation = {"method": "ngram"}
     llm, runner = start(target_folder, speculation)
     state = runner.state
-    kept = tensor_bytes(runner.lookup) + state.token_ids.nbytes + state.block_table.nbytes
+    kept = tensor_bytes(runner.drafter) + state.token_ids.nbytes + state.block_table.nbytes
     assert step_memory(target_folder, speculation).rows == pytest.approx(kept, rel=0.02)
     llm.shutdown()
 
@@ -75,7 +74,7 @@ def test_tables_of_tokens_and_predictions_are_counted(gpu_runner, target_folder)
 def test_hidden_states_of_drafters_are_counted(gpu_runner, tmp_path, target_folder, method):
     speculation = {"method": method, "model": str(MAKE[method](tmp_path / "drafter"))}
     llm, runner = start(target_folder, speculation)
-    owners = [runner.draft_runner] + [runner.model.taps] * (method != "draft_model")
+    owners = [runner.drafter] + [runner.model.taps] * (method != "draft_model")
     counted = step_memory(target_folder, speculation).hidden_states
     assert counted == pytest.approx(tensor_bytes(*owners), rel=0.1)
     llm.shutdown()
@@ -87,7 +86,7 @@ class Captures:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: dict[str, int]) -> None:
         self.taken = 0
         for module, cost in costs.items():
-            monkeypatch.setattr(f"toolkit.worker.gpu.{module}.capture", self._capture(cost))
+            monkeypatch.setattr(f"toolkit.worker.{module}.capture", self._capture(cost))
         monkeypatch.setattr("toolkit.worker.startup.warm_up.empty_cache", lambda: None)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**40 - self.taken, 2**40))
 
@@ -105,7 +104,7 @@ def test_all_graphs_of_a_drafter_are_counted(
 ):
     """Only some shapes have graphs of drafts."""
     speculation = {"method": "eagle", "model": str(MAKE["eagle"](tmp_path / "drafter"))}
-    captures = Captures(monkeypatch, {"cuda_runner": 1000, "cuda_drafter": 10})
+    captures = Captures(monkeypatch, {"runner": 1000, "step_sampler": 1, "drafter": 10})
     llm, runner = start(target_folder, speculation, **settings)
     taken = captures.taken
     runner.close()

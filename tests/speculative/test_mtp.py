@@ -22,8 +22,14 @@ from tests.speculative.drafting import (
     logged_steps,
     random_prompts,
 )
-from tests.speculative.plain import Target
-from tests.speculative.test_eagle import MOST, PARAMS, Reference, require_reference_drafts
+from tests.speculative.plain import Target, shrunk
+from tests.speculative.test_eagle import (
+    LIKELY,
+    MOST,
+    PARAMS,
+    Reference,
+    require_reference_drafts,
+)
 from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError
 from toolkit.hardware.devices import find_device
@@ -99,6 +105,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
     """A checkpoint in which all experts are per layer, as published, and the reference."""
     family, settings = ARCHITECTURES["glm4-moe"]
     target = make_model(family, settings | {"tie_word_embeddings": False}, seed=3)
+    target.lm_head.weight.data = shrunk(target.lm_head.weight.data, LIKELY)
     folder = save(target, tmp_path_factory.mktemp("target"))
     index = target.config.num_hidden_layers
     torch.manual_seed(5)
@@ -143,15 +150,14 @@ def test_drafts_are_those_of_transformers_layer(engine, made, settings: dict):
     llm.shutdown()
     assert found == answers(plain, prompts, **params)
     assert require_reference_drafts(log, reference) > 20
-    assert 2 < log.num_accepted < 0.9 * log.num_drafts
+    assert 0 < log.num_accepted < 0.9 * log.num_drafts
     assert any(step.swap_in for step, _ in log.steps) == ("swap_space" in settings)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_drafts_on_a_gpu(made, enforce_eager: bool):
-    """Prompts in chunks. In fp32, sums differ too little to change a token. Drafts on a GPU do not
-    regard penalties."""
+    """Prompts in chunks. In fp32, sums differ too little to change a token."""
     folder, reference = made
     settings = {
         "device": "cuda",
@@ -173,7 +179,7 @@ def test_drafts_on_a_gpu(made, enforce_eager: bool):
     assert bool(engines.graphs(llm)) == (not enforce_eager)
     llm.shutdown()
     assert found == expected
-    assert require_reference_drafts(log, reference, {"repetition_penalty": 1.0}) > 50
+    assert require_reference_drafts(log, reference) > 50
     assert log.num_drafts > 100
 
 

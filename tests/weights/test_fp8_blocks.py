@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.distributed import Group, parallel
 from toolkit.kernels import reference
 from toolkit.kernels.switch import only_pytorch
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.layers import Linear, OutputHead
 from toolkit.models.build import build_model, load_config
 from toolkit.models.model import Model
@@ -49,8 +49,8 @@ def interpreted(triton_runs: bool, half, monkeypatch) -> None:
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     if not torch.cuda.is_available():
-        kernels = Kernels()
-        monkeypatch.setattr(blocks, "kernels_for", lambda device: kernels)
+        kernels = TritonKernels()
+        monkeypatch.setattr(blocks, "triton_kernels_for", lambda device: kernels)
 
 
 @pytest.fixture(scope="session")
@@ -206,12 +206,12 @@ def test_ranks_merge_their_complete_blocks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("layout", [LAYOUT, Layout(Kind.FP8, 8)], ids=str)
 def test_gpus_with_fp8_keep_the_layout(layout, monkeypatch):
     monkeypatch.setattr(fp8, "has_arithmetic", lambda device: device == GPU)
-    monkeypatch.setattr(quantization, "kernels_for", lambda device: SimpleNamespace())
+    monkeypatch.setattr(quantization, "triton_kernels_for", lambda device: SimpleNamespace())
     assert quantization.usable(layout, GPU) == layout
     assert quantization.usable(layout, torch.device("cpu")) == DENSE
     with only_pytorch("reference"):
         assert quantization.usable(layout, GPU) == layout
     with only_pytorch("dequantized"):
         assert quantization.usable(layout, GPU) == DENSE
-    monkeypatch.setattr(quantization, "kernels_for", lambda device: None)
+    monkeypatch.setattr(quantization, "triton_kernels_for", lambda device: None)
     assert quantization.usable(layout, GPU) == DENSE

@@ -14,7 +14,7 @@ from tests.weights.accuracy import compare
 from toolkit import LLM, SamplingParams
 from toolkit.errors import ConfigError
 from toolkit.kernels import reference
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.layers import Linear, OutputHead
 from toolkit.models.build import build_model, load_config
 from toolkit.weights.kinds import fp8
@@ -97,7 +97,7 @@ def test_fp8_needs_a_gpu_with_fp8_arithmetic(checkpoint, dtype):
 
 def test_fp8_needs_16_bit_activations(monkeypatch):
     monkeypatch.setattr(fp8, "has_arithmetic", lambda device: True)
-    monkeypatch.setattr(fp8, "kernels_for", lambda device: SimpleNamespace())
+    monkeypatch.setattr(fp8, "triton_kernels_for", lambda device: SimpleNamespace())
     fp8.FP8Weight.require(CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match="--dtype bfloat16 or float16"):
         fp8.FP8Weight.require(CPU, torch.float32)
@@ -112,8 +112,8 @@ def interpreted(triton_runs: bool, monkeypatch) -> None:
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     if not torch.cuda.is_available():
-        kernels = Kernels()
-        monkeypatch.setattr(fp8, "kernels_for", lambda device: kernels)
+        kernels = TritonKernels()
+        monkeypatch.setattr(fp8, "triton_kernels_for", lambda device: kernels)
 
 
 @pytest.fixture(scope="session")

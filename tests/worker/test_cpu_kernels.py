@@ -12,7 +12,7 @@ from toolkit import LLM, SamplingParams
 from toolkit.hardware import parent
 from toolkit.kernels import cpu
 from toolkit.models.decoder import Decoder
-from toolkit.worker.model_runner import ModelRunner
+from toolkit.worker.step_sampler import StepSampler
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
 
@@ -57,7 +57,7 @@ def test_pytorch_uses_one_thread_in_a_model_of_cpu_kernels(
     """Sampling uses all threads. tk does not change the number in a user's process."""
     assert not parent.is_own_process()
     monkeypatch.setattr(parent, "_has_parent", own_process)
-    forward, choose = Decoder.forward, ModelRunner._choose
+    forward, choose = Decoder.forward, StepSampler.choose
     computing, sampling = [], []
 
     def counted_forward(model, *inputs):
@@ -69,7 +69,7 @@ def test_pytorch_uses_one_thread_in_a_model_of_cpu_kernels(
         return choose(runner, *inputs)
 
     monkeypatch.setattr(Decoder, "forward", counted_forward)
-    monkeypatch.setattr(ModelRunner, "_choose", counted_choose)
+    monkeypatch.setattr(StepSampler, "choose", counted_choose)
     llm = LLM(
         str(checkpoint("gpt2")), device="cpu", dtype=dtype, kv_cache_memory=0.05, num_threads=2
     )

@@ -24,7 +24,7 @@ from toolkit.attention.flash import FlashBackend
 from toolkit.attention.torch import TorchBackend
 from toolkit.attention.triton import TritonBackend
 from toolkit.errors import ConfigError
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 16, 8
 LENS = ((5, 12), (1, 30), (20, 20), (3, 9))  # (queries, context)
@@ -141,7 +141,9 @@ def test_flash_attn_gets_the_prompts_and_their_pages(monkeypatch, cute, shape_op
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", interface)
     monkeypatch.setattr(flash_module, "_prefers_cute", lambda device: cute)
-    monkeypatch.setattr("toolkit.attention.triton.kernels_for", lambda device: Kernels())
+    monkeypatch.setattr(
+        "toolkit.attention.triton.triton_kernels_for", lambda device: TritonKernels()
+    )
     cpu = torch.device("cpu")
     q, k, v, batch = a_step()
     layer = layer_of(k, v, shape_options)

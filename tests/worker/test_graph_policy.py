@@ -14,7 +14,7 @@ import torch
 from tests import checkpoints, engines
 from toolkit import LLM
 from toolkit.scheduler import SchedulerOutput
-from toolkit.worker.gpu.graph_policy import GraphPolicy
+from toolkit.worker.graph_policy import GraphPolicy
 
 
 def a_step(counts: list[int], computed: list[int]) -> SchedulerOutput:
@@ -100,7 +100,7 @@ def test_graphs_have_twins_for_adapters():
 
 
 def test_policy_needs_no_torch():
-    code = "import sys, toolkit.worker.gpu.graph_policy; sys.exit('torch' in sys.modules)"
+    code = "import sys, toolkit.worker.graph_policy; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests import checkpoints, engines
 from toolkit import LLM, SamplingParams
-from toolkit.worker.gpu.graph_policy import StepShape
+from toolkit.worker.graph_policy import StepShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

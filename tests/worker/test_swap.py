@@ -23,7 +23,7 @@ def test_swapped_blocks_come_back_unchanged(checkpoint, monkeypatch, piece):
         block_size=4,
         swap_space=0.01,
     )
-    cache = engines.runner(llm).cache
+    cache = engines.runner(llm).caches[0]
     (parts,) = cache.blocks.values()
     parts.copy_(torch.randn_like(parts))
     before = parts.clone()

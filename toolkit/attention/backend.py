@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from toolkit.errors import ConfigError
@@ -42,10 +40,6 @@ class AttentionBatch:
     """Requests have their newest token and drafts, up to `max_query_len` in all, and no prompt."""
     is_adapted: bool = False  # some requests have LoRA adapters
     order: torch.Tensor | None = None  # [num_reqs], requests by descending context length
-    query_lens: npt.NDArray[np.int32] | None = None  # on the host; None in a captured step
-    context_lens: npt.NDArray[np.int32] | None = (
-        None  # `seq_lens` on the host; None in a captured step
-    )
     rope: tuple[torch.Tensor, ...] = ()
     """Cosines and sines of each token, [num_tokens, 2, rotary_size / 2], by kind of rotation.
 

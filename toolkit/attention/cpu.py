@@ -178,13 +178,11 @@ def _plain(
 
 
 def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
-    assert batch.query_lens is not None
-    assert batch.context_lens is not None
     table, rows = batch.block_table.numpy(), batch.rows.tolist()
     slots, parts = [], []
     query_start = key_start = 0
     for row, query_len, context_len in zip(
-        rows, batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True
+        rows, batch.query_start_loc.diff().tolist(), batch.seq_lens.tolist(), strict=True
     ):
         first_key = max(0, context_len - query_len - window + 1) if window else 0
         positions = np.arange(first_key, context_len)

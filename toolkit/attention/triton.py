@@ -3,7 +3,7 @@
 import torch
 
 from toolkit.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer
-from toolkit.kernels.table import kernels_for
+from toolkit.kernels.table import triton_kernels_for
 
 
 class TritonBackend(AttentionBackend):
@@ -12,7 +12,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        kernels = kernels_for(device)
+        kernels = triton_kernels_for(device)
         assert kernels is not None
         self._write = kernels.qk_norm_rope_write
         self._attend = kernels.paged_attention
@@ -24,7 +24,7 @@ class TritonBackend(AttentionBackend):
     ) -> str | None:
         if device.type != "cuda":
             return "needs an NVIDIA GPU"
-        if kernels_for(device) is None:
+        if triton_kernels_for(device) is None:
             return "the package triton is not installed"
         if head_size > 256:
             return f"supports head sizes up to 256, and the model's is {head_size}"

@@ -40,7 +40,7 @@ class Stage:
         return self.link.receive(x)
 
     def send(self, x: torch.Tensor) -> None:
-        """Send x to the stage after. It must not be changed any more."""
+        """Send x to the stage after."""
         assert self.link is not None
         self.link.send(x)
 
@@ -65,6 +65,7 @@ class Link:
         if x.is_cuda:  # ordered by the stream: the host does not wait
             dist.send(x, self._following)
             return
+        x = x.clone()  # sent in the background, while the next step overwrites its buffers
         self._in_flight.append((dist.isend(x, self._following), x))
         if len(self._in_flight) > self._max_in_flight:
             work, _ = self._in_flight.popleft()

@@ -24,7 +24,7 @@ import torch
 from toolkit.distributed.group import Group
 from toolkit.hardware.graph_capture import captured
 from toolkit.kernels.reference import Norm
-from toolkit.kernels.table import Kernels, kernels_for
+from toolkit.kernels.table import TritonKernels, triton_kernels_for
 
 if TYPE_CHECKING:
     from toolkit.kernels.sums import Algorithm, Sums
@@ -55,7 +55,7 @@ class SymmetricMemory:
     """A rank's peer memory and its kernels. See `PeerMemory`."""
 
     sums: Sums
-    kernels: Kernels
+    kernels: TritonKernels
     buffer: torch.Tensor  # this rank's, bytes
     handle: object  # keeps the other ranks' buffers mapped
     gather_buffers: dict[int, GatherBuffer] = field(default_factory=dict)  # by local address
@@ -166,13 +166,13 @@ def _is_on_one_machine(group: Group) -> bool:
     return group.minimum(number) == -group.minimum(-number)
 
 
-def _allocate(group: Group, device: torch.device) -> tuple[Kernels, torch.Tensor]:
+def _allocate(group: Group, device: torch.device) -> tuple[TritonKernels, torch.Tensor]:
     """Return the kernels and this rank's buffer. Raises RuntimeError if there are none."""
     # A process that dies while it uses NVLink multicast can take the switch down for others.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     import torch.distributed._symmetric_memory as memory
 
-    kernels = kernels_for(device)
+    kernels = triton_kernels_for(device)
     if kernels is None:
         raise RuntimeError("the package triton is not installed")
     buffer = memory.empty(kernels.peer_buffer_bytes(group.size), dtype=torch.uint8, device=device)
@@ -181,7 +181,7 @@ def _allocate(group: Group, device: torch.device) -> tuple[Kernels, torch.Tensor
     return kernels, buffer
 
 
-def _rendezvous(group: Group, kernels: Kernels, buffer: torch.Tensor) -> SymmetricMemory:
+def _rendezvous(group: Group, kernels: TritonKernels, buffer: torch.Tensor) -> SymmetricMemory:
     import torch.distributed._symmetric_memory as memory
 
     assert group.device_group is not None

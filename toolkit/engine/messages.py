@@ -88,7 +88,7 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 class LogprobRecords(msgspec.Struct, array_like=True):
-    """Log-probabilities at consecutive positions: records (`sampling.logprobs`), joined."""
+    """Log-probabilities at consecutive positions: records (`kernels.logprobs`), joined."""
 
     size: int  # bytes of one
     data: bytes

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, overload
 from toolkit.text.tokenizer import Tokenizer
 
 Record = tuple[Any, ...]
-"""Rank of the chosen token, then tokens and log-probabilities in turn (`sampling.logprobs`)."""
+"""Rank of the chosen token, then tokens and log-probabilities in turn (`kernels.logprobs`)."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ from toolkit.imports import without_collection
 from toolkit.logs import flush_stderr
 
 if TYPE_CHECKING:
-    from toolkit.worker.model_runner import PendingOutput
+    from toolkit.worker.pending import PendingOutput
 
 ORPHAN_TIMEOUT = 2.0  # seconds that a rank gets to end by itself when its engine is gone
 

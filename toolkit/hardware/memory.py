@@ -1,10 +1,12 @@
 """Free memory of a device, and out-of-memory errors."""
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import numpy as np
 import psutil
 import torch
 
@@ -81,6 +83,14 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros. On a CPU these are zero pages, which take memory when first written."""
+    if device.type != "cpu" or not math.prod(shape):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    zeros = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+    return zeros.view(dtype).view(shape)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

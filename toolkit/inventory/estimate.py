@@ -185,7 +185,7 @@ def estimate(
         drafter_weights, drafts = sum(map(nbytes, drafting.parameters)), drafting.memory
         # As `worker.startup.drafters` has them, for the positions of drafts.
         per_row = -(-drafting.most // engine.cache.block_size)
-        drafts_spare = engine.scheduler.max_num_seqs * per_row * layout(drafts).block_bytes
+        drafts_spare = (engine.scheduler.max_num_seqs + 1) * per_row * layout(drafts).block_bytes
         stages = [(weights + drafter_weights, memory) for weights, memory in stages]
 
     def blocks_of(weights: int, memory: Sequence[Memory]) -> tuple[int, int]:
@@ -195,7 +195,7 @@ def estimate(
         return _count_blocks(engine, device, weights, step, spare_of(own), own, max_model_len)
 
     def spare_of(own: MemoryLayout) -> int:
-        num_rows = engine.scheduler.max_num_seqs + (device.kind == "cuda")
+        num_rows = engine.scheduler.max_num_seqs + 1  # one for padding
         return drafts_spare + num_rows * own.row_bytes
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.

@@ -12,7 +12,7 @@ from toolkit.hardware.figures import SAMPLING_BYTES
 from toolkit.models.describe import Parameter
 from toolkit.models.memory import Memory
 from toolkit.weights.formats import Packings
-from toolkit.worker.gpu.graph_policy import GraphPolicy, new_drafter_graphs
+from toolkit.worker.graph_policy import GraphPolicy, new_drafter_graphs
 from toolkit.worker.startup.cache_problem import table_bytes
 
 CPU_RUNTIME = 400 * 2**20
@@ -61,7 +61,7 @@ class StepMemory:
         """Bytes of the rows' tokens, block tables and predictions."""
         if not self.num_layers:
             return 0
-        num_rows = self.engine.scheduler.max_num_seqs + self.on_gpu  # one for padding
+        num_rows = self.engine.scheduler.max_num_seqs + 1  # one for padding
         block_size = self.engine.cache.block_size
         return table_bytes(num_rows, self.max_model_len, block_size, self._num_token_tables)
 

@@ -22,7 +22,7 @@ from toolkit.distributed import (
 )
 from toolkit.kernels import reference
 from toolkit.kernels.reference import Routing
-from toolkit.kernels.table import Kernels, kernels_for
+from toolkit.kernels.table import TritonKernels, kernels_for
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
 from toolkit.weights.loading.collected import packed_slots
 from toolkit.weights.quantization import find_packing, new_stack, unquantized
@@ -63,8 +63,7 @@ class Router(nn.Module):
         self._dtype = dtype or torch.get_default_dtype()
         zeros = torch.zeros(num_experts, dtype=torch.float32)
         self.bias = None if bias is None else parameter(zeros)
-        kernels = kernels_for(zeros.device)
-        self._route = reference.route if kernels is None else kernels.route
+        self._route = kernels_for(zeros.device).route
 
     def forward(
         self, x: torch.Tensor, live: torch.Tensor | None
@@ -192,7 +191,7 @@ class StackedExperts(Experts):
         experts: Sequence[Projections],
         own: Shard,
         activation: str,
-        kernels: Kernels,
+        kernels: TritonKernels,
         *,
         bias: bool = False,
     ) -> None:

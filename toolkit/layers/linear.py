@@ -223,9 +223,7 @@ class OutputHead(Linear):
 
 def soft_cap_(logits: torch.Tensor, cap: float) -> None:
     """Replace logits by cap * tanh(logits / cap), in fp32 (Gemma 2, arXiv:2408.00118)."""
-    kernels = kernels_for(logits.device)
-    soft_cap_ = reference.soft_cap_ if kernels is None else kernels.soft_cap_
-    soft_cap_(logits, cap)
+    kernels_for(logits.device).soft_cap_(logits, cap)
 
 
 class GatedLinear(Linear):

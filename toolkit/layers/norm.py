@@ -90,8 +90,7 @@ class Join(nn.Module):
             x = self.group.all_reduce(x)
         if self.packed is not None:
             return self.packed(x, residual, other)
-        kernels = kernels_for(x.device)
-        join = reference.join if kernels is None else kernels.join
+        join = kernels_for(x.device).join
         if residual is None:
             return join(x, None, self.arguments)
         return join(x, residual, self.arguments, other=other, post=self._post, scale=self.scale)
@@ -107,11 +106,7 @@ def norm_over_ranks(rows: torch.Tensor, weight: torch.Tensor, eps: float, group:
 
     Several ranks may have the same part. rows: [num_tokens, size], may be strided."""
     if group.size == 1:
-        kernels = kernels_for(rows.device)
-        if kernels is not None:
-            kernels.rms_norm_rows(rows, weight, eps)
-        else:
-            reference.rms_norm_rows(rows, weight, eps)
+        kernels_for(rows.device).rms_norm_rows(rows, weight, eps)
         return
     wide = rows.float()
     squares = group.all_reduce(wide.square().sum(1, keepdim=True))

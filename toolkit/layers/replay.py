@@ -71,12 +71,9 @@ class Replay:
 
     @staticmethod
     def _is_decode(x: torch.Tensor, batch: AttentionBatch) -> bool:
-        """Return True for a CPU's step of one token for each of a few requests."""
+        """Return True for a step of one token for each of a few requests."""
         return (
-            x.device.type == "cpu"
-            and cpu.available()
-            and len(x) == len(batch.seq_lens) <= MAX_TOKENS
-            and batch.wanted is None
+            cpu.available() and len(x) == len(batch.seq_lens) <= MAX_TOKENS and batch.wanted is None
         )
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:

@@ -11,11 +11,11 @@ from torch import nn
 
 from toolkit.distributed import Shard, full_shard
 from toolkit.errors import CheckpointError
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.layers import Experts, Linear, OutputHead, Router, VocabularyEmbedding
 from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedTable, GPUAdaptedWeight
 from toolkit.lora.peft import Pair, read_adapter, read_config
-from toolkit.lora.weight import Active, Adapted, AdaptedTable, AdaptedWeight, Part
+from toolkit.lora.weight import Active, Adapted, AdaptedTable, AdaptedWeight, Part, StepActive
 from toolkit.sequence import Adapter
 from toolkit.weights.source import Source
 
@@ -30,7 +30,7 @@ class HostAdapter(NamedTuple):
 class Adapters:
     """Adds adapters to a model's projections, which a step finds by slot."""
 
-    active: Active | GPUActive
+    active: StepActive
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Adapters:
         max_rank: int,
         num_slots: int,
         dtype: torch.dtype = torch.float32,
-        kernels: Kernels | None = None,
+        kernels: TritonKernels | None = None,
         *,
         ends: bool = True,
     ) -> None:
@@ -51,7 +51,6 @@ class Adapters:
         self.active = (
             Active(num_slots) if kernels is None else GPUActive(num_slots, kernels.rank_block)
         )
-        self.head_active = Active(num_slots)  # for the rows that the output head computes
         self.max_rank, self.has_ends = max_rank, ends
         self._dtype = torch.float32 if kernels is None else dtype  # of placed factors
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
@@ -74,7 +73,7 @@ class Adapters:
         if ends:
             self._adapt_ends(model, kernels)
 
-    def _adapt_ends(self, model: nn.Module, kernels: Kernels | None) -> None:
+    def _adapt_ends(self, model: nn.Module, kernels: TritonKernels | None) -> None:
         """Prepare the embeddings and the output head."""
         self._names |= self._ends
         for head in _heads(model):
@@ -95,12 +94,11 @@ class Adapters:
             self._places.setdefault(source.name, []).append(place)
             first += rows.count
 
-    def _adapted(self, linear: Linear, kernels: Kernels | None) -> Adapted:
+    def _adapted(self, linear: Linear, kernels: TritonKernels | None) -> Adapted:
         is_head = isinstance(linear, OutputHead)
         if kernels is None:
             assert isinstance(self.active, Active)
-            active = self.head_active if is_head else self.active
-            return AdaptedWeight(linear.weight, active, self.max_rank * len(linear.parts))
+            return AdaptedWeight(linear.weight, self.active, self.max_rank * len(linear.parts))
         assert isinstance(self.active, GPUActive)
         # The head's weight ends with padding.
         counts = [linear.weight.shape[0]] if is_head else [part.count for part in linear.parts]
@@ -109,7 +107,7 @@ class Adapters:
         )
 
     def _adapted_table(
-        self, table: VocabularyEmbedding, hidden: int, kernels: Kernels | None
+        self, table: VocabularyEmbedding, hidden: int, kernels: TritonKernels | None
     ) -> Adapted:
         if kernels is None:
             assert isinstance(self.active, Active)

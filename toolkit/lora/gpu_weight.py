@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from toolkit.distributed import Shard
 from toolkit.kernels import reference
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.lora.peft import Pair
-from toolkit.lora.weight import BASE, Adapted, Part, Slots
+from toolkit.lora.weight import BASE, Adapted, Part, Slots, StepActive, StepAdapters
 from toolkit.weights.weight import ALL, Epilogue, Weight, parameter
 
 if TYPE_CHECKING:
@@ -23,33 +23,20 @@ if TYPE_CHECKING:
     from toolkit.weights.weight import Rows
 
 
-class StepAdapters(NamedTuple):
-    """The adapters of a step, on the device. All int32."""
-
-    used: torch.Tensor
-    """[2 + n]: how many adapters are in use, the most blocks of ranks of one, their slots."""
-    tokens: torch.Tensor  # [num_tokens], place of each token's adapter in `used`; -1: none
-    requests: torch.Tensor  # [num_reqs], the same of each request
-
-
-class GPUActive:
-    """The adapters of the step that is launched or captured. All projections share it.
-
-    Kernels are launched in the model's order, so what is set here holds for those that follow."""
+class GPUActive(StepActive):
+    """The adapters of a step on a GPU."""
 
     def __init__(self, num_slots: int, rank_block: int) -> None:
-        self.num_slots = num_slots
+        super().__init__(num_slots)
         self._rank_block = rank_block
         self._blocks = np.ones(num_slots + 1, np.int32)  # of ranks, by slot
         self._step: StepAdapters | None = None
         self._keeps_all = True
 
     def place(self, slot: int, rank: int) -> None:
-        """Set the highest rank of a slot's adapter."""
         self._blocks[slot] = max(1, -(-rank // self._rank_block))
 
     def pack(self, slots: Slots, index: Slots, used: Slots) -> None:
-        """Fill `index` [num_reqs] and `used` [2 + num_slots] of `StepAdapters`."""
         index[:] = -1
         used[:] = 0
         found = list(dict.fromkeys(slots[slots != BASE].tolist()))
@@ -62,7 +49,6 @@ class GPUActive:
             used[2 : 2 + len(found)] -= 1  # kernels count slots from 0
 
     def of_rows(self, slot: int, num_rows: int, device: torch.device) -> StepAdapters | None:
-        """Return the adapters of a step whose rows are all of one request. None: it has none."""
         if slot == BASE:
             return None
         # One copy and no kernel: kernels read this early. Both begin at 16 bytes, as in a step.
@@ -75,9 +61,6 @@ class GPUActive:
 
     @contextmanager
     def during(self, step: StepAdapters | None, *, keeps_all: bool = True) -> Iterator[None]:
-        """Launch a step inside, with these adapters or without any.
-
-        keeps_all: it computes all tokens, not only those that it wants."""
         self._step, self._keeps_all = step, keeps_all
         try:
             yield
@@ -85,7 +68,6 @@ class GPUActive:
             self._step = None
 
     def keep_wanted(self) -> None:
-        """Go on with one token of each request, which the step wants."""
         self._keeps_all = False
 
     @property
@@ -107,7 +89,7 @@ class GPUAdaptedWeight(Adapted):
         parts: Sequence[int],
         max_rank: int,
         dtype: torch.dtype,
-        kernels: Kernels,
+        kernels: TritonKernels,
         columns: int | None = None,
     ) -> None:
         """parts: rows of each projection, whose adapters have ranks of their own; columns: those of

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -41,20 +43,85 @@ class Groups(NamedTuple):
         )
 
 
-class Active:
-    """The adapters in use. All projections of a model share it."""
+NO_GROUPS = Groups(0, [])
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of a step, on the device. All int32."""
+
+    used: torch.Tensor
+    """[2 + n]: how many adapters are in use, the most blocks of ranks of one, their slots."""
+    tokens: torch.Tensor  # [num_tokens], place of each token's adapter in `used`; -1: none
+    requests: torch.Tensor  # [num_reqs], the same of each request
+
+
+class StepActive(abc.ABC):
+    """The adapters of the step that is launched or captured. All projections of a model share it.
+
+    Kernels are launched in the model's order, so what is set here holds for those that follow."""
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots, self.step = num_slots, StepSlots()
-        self._all = self._wanted = Groups(0, [])
+        self.num_slots = num_slots
+
+    @abc.abstractmethod
+    def place(self, slot: int, rank: int) -> None:
+        """Take in an adapter's highest rank, before the weights get their parts of it."""
+
+    @abc.abstractmethod
+    def pack(self, slots: Slots, index: Slots, used: Slots) -> None:
+        """Fill `index` [num_reqs] and `used` [2 + num_slots] of `StepAdapters`."""
+
+    @abc.abstractmethod
+    def of_rows(self, slot: int, num_rows: int, device: torch.device) -> StepAdapters | None:
+        """Return the adapters of a step whose rows are all of one request. None: it has none."""
+
+    @abc.abstractmethod
+    def during(
+        self, step: StepAdapters | None, *, keeps_all: bool = True
+    ) -> AbstractContextManager[None]:
+        """Launch a step inside, with these adapters or without any.
+
+        keeps_all: it computes all tokens, not only those that it wants."""
+
+    @abc.abstractmethod
+    def keep_wanted(self) -> None:
+        """From here on, the step computes only each request's wanted token."""
+
+
+class Active(StepActive):
+    """The adapters of a step on a CPU. Slots are their own places in `StepAdapters`."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.step = StepSlots()
+        self._all = self._wanted = NO_GROUPS
 
     def place(self, slot: int, rank: int) -> None:
         """Do nothing: each weight has its parts of the adapter in this slot."""
 
-    def set(self, slots: Slots, wanted: Slots) -> None:
-        """Set the adapter of each token, and of each that the last layer's end computes."""
-        self._all, self._wanted = Groups.of(slots), Groups.of(wanted)
-        self.step.set(slots, wanted)
+    def pack(self, slots: Slots, index: Slots, used: Slots) -> None:
+        index[: len(slots)] = slots - 1
+        index[len(slots) :] = -1
+        used[:] = 0
+
+    def of_rows(self, slot: int, num_rows: int, device: torch.device) -> StepAdapters | None:
+        places = torch.full((num_rows,), slot - 1, dtype=torch.int32, device=device)
+        return None if slot == BASE else StepAdapters(places, places, places)
+
+    @contextmanager
+    def during(self, step: StepAdapters | None, *, keeps_all: bool = True) -> Iterator[None]:
+        if step is not None:
+            wanted = step.requests.numpy() + 1
+            slots = step.tokens.numpy() + 1 if keeps_all else wanted
+            self._all, self._wanted = Groups.of(slots), Groups.of(wanted)
+            self.step.set(slots, wanted)
+        try:
+            yield
+        finally:
+            self._all = self._wanted = NO_GROUPS
+
+    def keep_wanted(self) -> None:
+        """Do nothing: a product has one or the other number of rows."""
 
     def groups(self, num_tokens: int) -> list[tuple[int, torch.Tensor]]:
         # If all tokens are wanted, both are the same.

@@ -134,8 +134,10 @@ class Decoder(CausalLM):
         self.last = Join(hidden, norms, *_after(before[-1]))
         self._few_layers: list[Sequence[Step]] = []
         # What experts compute depends on the numbers of a step.
-        can_record = self.stage.is_last and self.group.size == 1 and not description.has_experts
-        self._replay = Replay() if can_record else None
+        self._can_record = (
+            self.stage.is_last and self.group.size == 1 and not description.has_experts
+        )
+        self._replay: Replay | None = None
         if self.stage.is_last:
             head = dataclasses.asdict(description.head)
             tied = self.embed if self.tied else None
@@ -151,6 +153,10 @@ class Decoder(CausalLM):
         if self._replay is None:
             return self._run_layers(x, batch)
         return self._replay(self._run_layers, x, batch)
+
+    def pack_weights(self) -> None:
+        super().pack_weights()
+        self._replay = Replay() if self._can_record else None
 
     def disable_recording(self) -> None:
         self._replay = None

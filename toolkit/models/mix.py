@@ -15,7 +15,7 @@ from toolkit.errors import CheckpointError
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.norm import DTYPES, RowNorm
 from toolkit.kernels.reference import Routing
-from toolkit.kernels.table import kernels_for
+from toolkit.kernels.table import TritonKernels, kernels_for
 from toolkit.layers import (
     Experts,
     GatedLinear,
@@ -252,7 +252,7 @@ class ExpertsMix(Mix):
         own, size = expert_shards(experts.num_experts, experts.size)
         kernels = kernels_for(target_device())
         gate = gate_kind(experts.activation)
-        if kernels is not None:
+        if isinstance(kernels, TritonKernels):
             self.experts: Experts = StackedExperts(
                 hidden, size, sources, own, gate, kernels, bias=experts.bias
             )

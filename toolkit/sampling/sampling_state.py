@@ -30,8 +30,6 @@ class SamplingState:
         self.stop_ids: list[list[int]] = [[]] * num_rows
         self.allowed: list[torch.Tensor | None] = [None] * num_rows
         """Tokens that a row may choose, on the device. None: all."""
-        self.random = np.zeros(num_rows, np.bool_)
-        self.filters = np.zeros(num_rows, np.bool_)
         self.penalties = np.zeros(num_rows, np.bool_)
         self.biases = np.zeros(num_rows, np.bool_)
         self.num_logprobs = np.full(num_rows, -1, np.int32)
@@ -41,7 +39,7 @@ class SamplingState:
         return self.host_ints[:, 2]
 
     def set(self, row: int, spec: SequenceSpec, seed: int) -> None:
-        """Give a row to a request, on the host. `load` copies it to the device."""
+        """Give a row to a request, on the host."""
         p = spec.params
         self.host_floats[row] = (
             p.temperature,
@@ -56,8 +54,6 @@ class SamplingState:
         self.stop_ids[row] = [*spec.eos_token_ids, *(p.stop_token_ids or ())]
         allowed = p.allowed_token_ids
         self.allowed[row] = to_device(torch.tensor(allowed), self.device) if allowed else None
-        self.random[row] = p.temperature > 0
-        self.filters[row] = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         self.penalties[row] = p.has_penalties
         self.biases[row] = p.has_biases
         self.processors.set(row, spec)
@@ -74,8 +70,3 @@ class SamplingState:
         """Return which rows change their logits by more than penalties."""
         needs: npt.NDArray[np.bool_] = self.biases[rows] | self.processors.asked[rows]
         return needs
-
-    def load(self, rows: list[int]) -> None:
-        """Copy rows to the device, synchronously."""
-        self.floats[rows] = torch.from_numpy(self.host_floats[rows]).to(self.device)
-        self.ints[rows] = torch.from_numpy(self.host_ints[rows]).to(self.device)

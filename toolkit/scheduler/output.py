@@ -14,7 +14,7 @@ FloatArray = npt.NDArray[np.float32]
 def record_length(k: int) -> int:
     """Return the numbers in a record of log-probabilities with k likeliest tokens.
 
-    `sampling.logprobs` describes records."""
+    `kernels.logprobs` describes records."""
     return 3 + 2 * k
 
 
@@ -82,6 +82,29 @@ class SchedulerOutput:
         return int(self.num_tokens.sum())
 
     @property
+    def num_own_tokens(self) -> IntArray:
+        """Tokens of each request that are no drafts."""
+        return self.num_tokens - self.num_drafts if len(self.num_drafts) else self.num_tokens
+
+    @property
+    def first_points(self) -> npt.NDArray[np.int64]:
+        """First point of each request, and the number of all: [num_reqs + 1].
+
+        Points are tokens after which the step may sample: a request's newest, and each draft."""
+        if not len(self.num_drafts):
+            return np.arange(len(self.rows) + 1)
+        return np.concatenate(([0], (self.num_drafts + 1).cumsum()))
+
+    def points_of(
+        self, requests: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return (request, point) of the points of some requests: arrays [num_points]."""
+        firsts, which = self.first_points, np.flatnonzero(requests)
+        counts = np.diff(firsts)[which]
+        nth = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
+        return np.repeat(which, counts), np.repeat(firsts[which], counts) + nth
+
+    @property
     def num_sampled(self) -> IntArray:
         """Tokens that each sampling request samples, of which `ModelOutput` keeps one or more."""
         if not len(self.num_drafts):
@@ -93,7 +116,7 @@ class SchedulerOutput:
 class PromptLogprobs:
     """Log-probabilities of the tokens at prompt positions `start`, `start + 1`, …
 
-    `records`: [num_positions, 3 + 2k], see `sampling.logprobs`."""
+    `records`: [num_positions, 3 + 2k], see `kernels.logprobs`."""
 
     start: int
     records: IntArray
@@ -109,7 +132,7 @@ class ModelOutput:
     step: int
     token_ids: IntArray
     logprobs: IntArray | None = None
-    """[num_sampled, 3 + 2k]: records (`sampling.logprobs`), k the greatest number that a request
+    """[num_sampled, 3 + 2k]: records (`kernels.logprobs`), k the greatest number that a request
     of the step wants. Those of requests that want none may be anything."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """By index into the step's rows."""

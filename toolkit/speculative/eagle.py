@@ -184,7 +184,6 @@ class EagleNetwork:
     """An EAGLE model as the network of a drafter."""
 
     ahead = 1
-    keeps_drafts = False
 
     def __init__(self, model: EagleModel, target: Decoder, taps: Taps) -> None:
         """Both have their weights."""

@@ -13,7 +13,7 @@ from toolkit.distributed import Shard, full_shard
 from toolkit.errors import ConfigError
 from toolkit.kernels import cpu
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
-from toolkit.kernels.table import kernels_for
+from toolkit.kernels.table import triton_kernels_for
 from toolkit.weights.formats import Packing, Packings
 from toolkit.weights.kinds import fp8
 from toolkit.weights.kinds.blocks import BlockWeight
@@ -172,7 +172,7 @@ def usable(layout: Layout, device: torch.device) -> Layout:
     if layout.kind is not Kind.FP8:
         return layout
     # Without kernels, PyTorch rounds as they do, or multiplies with dequantized weights.
-    has_products = rounds_inputs() if kernels_are_off() else kernels_for(device) is not None
+    has_products = rounds_inputs() if kernels_are_off() else triton_kernels_for(device) is not None
     return layout if fp8.has_arithmetic(device) and has_products else DENSE
 
 

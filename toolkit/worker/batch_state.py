@@ -1,27 +1,54 @@
-"""Running requests on the device, one stable row each."""
+"""Running requests on the device, one stable row each, and the inputs of steps.
 
-from typing import Any
+The host sends a few numbers for each request, without waiting, and kernels expand them."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch
+from toolkit.kernels.drafts import LATER, SAMPLES, DraftInputs, Points
+from toolkit.kernels.table import Kernels
+from toolkit.lora.weight import StepActive, StepAdapters
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
 from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
-from toolkit.speculative.drafter import NO_DRAFT
-from toolkit.worker.sample_points import SamplePoints
+from toolkit.scheduler.output import IntArray
+from toolkit.worker.graph_policy import StepShape
+from toolkit.worker.staging import Staging
 
-IntArray = npt.NDArray[np.integer[Any]]
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step on the device.
+
+    `sample_rows`, `sample_positions` int32 [num_reqs], or [num_points] with drafts: rows of the
+    logits, and positions of the tokens to sample; -1: none."""
+
+    token_ids: torch.Tensor
+    batch: AttentionBatch
+    sample_rows: torch.Tensor
+    sample_positions: torch.Tensor
+    adapters: StepAdapters | None  # in a step with LoRA adapters
+    points: Points | None  # if steps verify drafts
+
+    @property
+    def wanted(self) -> torch.Tensor:
+        """The tokens that are sampled after, as indices, int64."""
+        if self.points is not None:
+            return self.points.tokens
+        return (self.batch.query_start_loc[1:] - 1).clamp(min=0).long()
 
 
 class BatchState:
     """Row r belongs to one request from its admission to its end or preemption.
 
-    `token_ids` [num_rows, max_model_len + 1] int32: prompt and output. The device writes sampled
-    tokens, so that the next step can read them before the host has seen them. `block_table`
-    [num_rows, max_blocks] int32."""
+    `token_ids` [num_rows + 1, max_model_len + 1] int32: prompt and output. The device writes
+    sampled tokens, so that the next step can read them before the host has seen them. `block_table`
+    [num_rows + 1, max_blocks] int32. The last row belongs to the padding: requests without tokens,
+    and tokens without a slot. Inputs have fixed addresses, so that CUDA graphs can read them."""
 
     def __init__(
         self,
@@ -29,24 +56,76 @@ class BatchState:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        max_tokens: int,
+        kernels: Kernels,
         processors: Loaded = NO_PROCESSORS,
+        active: StepActive | None = None,
+        most_step_drafts: int = 0,
     ) -> None:
-        self.device = device
-        self.block_size = block_size
-        self.token_ids = torch.zeros(num_rows, max_model_len + 1, dtype=torch.int32, device=device)
-        max_blocks = -(-max_model_len // block_size)
-        self.block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
-        self.sampling = SamplingState(num_rows, device, processors)
-        self.lengths = np.zeros(num_rows, np.int32)
-        """Number of tokens of each row, prompt and output, without drafts."""
-        self.num_drafts = np.zeros(num_rows, np.int32)
-        """Number of drafts after each row's tokens. A step that was planned before they were known
-        may have points for more; what is there was left by earlier steps."""
-        self.adapters = np.zeros(num_rows, np.int32)
+        """active: LoRA adapters, if there are any.
+
+        most_step_drafts: that a step verifies. 0 before the last pipeline stage, which gets all
+        lengths, tokens and drafts with the step."""
+        self.device, self.block_size = device, block_size
+        size, max_blocks = num_rows + 1, -(-max_model_len // block_size)
+        self.token_ids = torch.zeros(size, max_model_len + 1, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(size, max_blocks, dtype=torch.int32, device=device)
+        self.sampling = SamplingState(size, device, processors)
+        self.adapters = np.zeros(size, np.int32)
         """Slot of each row's LoRA adapter."""
-        self.capacity = np.zeros(num_rows, np.int32)
-        """Number of tokens that each row's blocks hold."""
         self._spare_blocks: torch.Tensor | None = None
+        self._copy_runs, self._expand = kernels.copy_runs, kernels.expand_inputs
+        self._staging = Staging(device)
+        self._num_reqs, self.max_tokens = num_rows, max_tokens
+        self.active = active
+        sizes = [num_rows, num_rows + 1, num_rows, num_rows, num_rows, num_rows + most_step_drafts]
+        self.verifies = most_step_drafts > 0
+        if self.verifies:
+            sizes += [num_rows + 1, num_rows]
+        if active is not None:
+            # Kernels are compiled for adapters' buffers that begin at 16 bytes.
+            sizes += [-sum(sizes) % 4, -(-num_rows // 4) * 4, 2 + active.num_slots]
+        self._ends = np.cumsum(sizes)
+        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        split = torch.split(self._packed, sizes)
+        self._rows, self._query_start_loc, self._seq_lens, self._sample_positions = split[:4]
+        self._order, self.later = split[4:6]
+        """`later`: rows of logits of the requests that sample later, padded with -1."""
+        self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        """Tokens that each request got in the step that was sent last, if steps verify drafts."""
+        self._points: Points | None = None
+        if self.verifies:
+            self.lengths = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+            """The rows' numbers of tokens. The host does not know them before a step has ended."""
+            self._locate = kernels.locate_points
+            num_points = num_rows + most_step_drafts
+            places, numbers = torch.zeros(2, num_points, dtype=torch.int32, device=device)
+            self._points = Points(
+                starts=split[6],
+                ends=split[7],
+                seq_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
+                tokens=torch.zeros(num_points, dtype=torch.int64, device=device),
+                rows=places,
+                positions=numbers,
+            )
+            self._draft_inputs = kernels.draft_inputs
+            no_token = torch.zeros(num_rows, dtype=torch.int32, device=device)
+            self._drafting = DraftInputs(
+                token_ids=no_token,
+                positions=no_token.clone(),
+                slots=torch.full((num_rows,), -1, dtype=torch.int64, device=device),
+                seq_lens=torch.ones_like(no_token),
+                sample_positions=torch.full_like(no_token, -1),
+            )
+            self._nth = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._adapters: StepAdapters | None = None
+        if active is not None:
+            tokens = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+            self._adapters = StepAdapters(used=split[-1], tokens=tokens, requests=split[-2])
+            self._point_adapters = torch.full_like(tokens[: num_rows + most_step_drafts], -1)
 
     def set_spare_blocks(self, first: int, per_row: int) -> None:
         """Give each row `per_row` blocks, from `first` on, for positions past its own blocks.
@@ -59,117 +138,252 @@ class BatchState:
 
     def apply(self, step: SchedulerOutput) -> None:
         """Apply a step's new rows, new blocks, and tokens sampled elsewhere."""
-        for new in step.new_rows:
-            self._place(new)
+        if step.new_rows:
+            self._place_all(step.new_rows)
         if len(step.new_blocks):
-            row, index, block = torch.from_numpy(step.new_blocks).to(self.device).unbind(1)
-            self.block_table[row, index] = block
-            # Of equal rows, the last counts.
-            self.capacity[step.new_blocks[:, 0]] = (step.new_blocks[:, 1] + 1) * self.block_size
+            row, index, block = step.new_blocks.T
+            self._put(self.block_table, row, index, block)
         if len(step.known_tokens):
             row, position, token = step.known_tokens.T
-            self.put(row, position, torch.from_numpy(token))
-            ends = step.num_computed + step.num_tokens
-            ends[step.samples] -= step.num_sampled - 1
-            self.lengths[step.rows[step.samples]] = ends[step.samples]
+            self._put(self.token_ids, row, position, token)
 
-    def _place(self, new: NewRow) -> None:
-        tokens = torch.tensor(new.token_ids, dtype=torch.int32)
-        self.token_ids[new.row, : len(tokens)] = tokens
+    def _put(
+        self, table: torch.Tensor, rows: IntArray, columns: IntArray, values: IntArray
+    ) -> None:
+        """Set single numbers of a table."""
+        order = np.arange(len(rows), dtype=np.int32)
+        runs = np.stack((rows, columns, order, np.ones_like(order)), axis=1)
+        runs_there, values_there = self._staging.send([runs, values])
+        self._copy_runs(table, runs_there.view(-1, 4), values_there, 1)
+
+    def _place_all(self, new: list[NewRow]) -> None:
+        sampling = self.sampling
+        for one in new:
+            sampling.set(one.row, one.spec, one.seed)
+            self.adapters[one.row] = one.adapter
+        rows = np.array([one.row for one in new], np.int32)
+        token_runs, tokens = _runs(rows, [one.token_ids for one in new])
+        block_runs, blocks = _runs(rows, [one.blocks for one in new])
+        which, lengths, ints, floats, runs, tokens_there, block_runs_there, blocks_there = (
+            self._staging.send(
+                [
+                    # Even numbers of numbers, so that the 64-bit ones after them are aligned.
+                    rows,
+                    np.array([len(one.token_ids) for one in new], np.int32),
+                    sampling.host_ints[rows].view(np.int32),
+                    sampling.host_floats[rows].view(np.int32),
+                    token_runs,
+                    tokens,
+                    block_runs,
+                    blocks,
+                ]
+            )
+        )
+        which = which.to(torch.int64)
+        if self.verifies:
+            self.lengths.index_copy_(0, which, lengths)
         if self._spare_blocks is not None:
-            self.block_table[new.row] = self._spare_blocks[new.row]
-        self.block_table[new.row, : len(new.blocks)] = torch.tensor(new.blocks, dtype=torch.int32)
-        self.capacity[new.row] = len(new.blocks) * self.block_size
-        self.sampling.set(new.row, new.spec, new.seed)
-        self.sampling.load([new.row])
-        self.lengths[new.row], self.num_drafts[new.row] = len(tokens), 0
-        self.adapters[new.row] = new.adapter
+            self.block_table.index_copy_(0, which, self._spare_blocks[which])
+        sampling.ints.index_copy_(0, which, ints.view(torch.int64).view(-1, 3))
+        sampling.floats.index_copy_(0, which, floats.view(torch.float32).view(-1, 6))
+        self._copy_runs(self.token_ids, runs.view(-1, 4), tokens_there, int(token_runs[:, 3].max()))
+        self._copy_runs(
+            self.block_table,
+            block_runs_there.view(-1, 4),
+            blocks_there,
+            int(block_runs[:, 3].max()),
+        )
 
-    def inputs(self, step: SchedulerOutput) -> tuple[torch.Tensor, AttentionBatch]:
-        """Return a step's token ids [num_tokens] and attention batch."""
-        token_ids, batch = self.batch(step.rows, step.num_tokens, self.context_lens(step))
-        batch.is_adapted = bool(self.adapters[step.rows].any())
-        return token_ids, batch
+    def send(self, step: SchedulerOutput, later: npt.NDArray[np.bool_] | None = None) -> None:
+        """Send a step's numbers to the device, padded to all requests.
 
-    def batch(
+        later: which requests sample after the step's graph; None: none does."""
+        n, size = len(step.rows), self._num_reqs
+        packed = np.empty(self._ends[-1], np.int32)
+        rows, starts, lens, samples, order, again, *others = np.split(packed, self._ends[:-1])
+        rows[:n], rows[n:] = step.rows, size
+        starts[0] = 0
+        np.cumsum(step.num_tokens, out=starts[1 : n + 1])
+        starts[n + 1 :] = starts[n]
+        np.add(step.num_computed, step.num_tokens, out=lens[:n])
+        lens[n:] = 0
+        samples[:n] = np.where(step.samples, lens[:n], -1)
+        samples[n:] = -1
+        order[:n] = np.argsort(-lens[:n])
+        order[n:] = np.arange(n, size)
+        again[:] = -1
+        if later is not None:
+            _, points = step.points_of(later)
+            again[: len(points)] = points
+        if self.verifies:
+            firsts, ends = others[:2]
+            ends[:n] = np.where(step.samples, SAMPLES, lens[:n])
+            if later is not None:
+                ends[:n][later] = LATER
+            ends[n:] = 0
+            firsts[: n + 1] = step.first_points
+            firsts[n + 1 :] = firsts[n]
+        if self.active is not None:
+            index, used = others[-2:]
+            self.active.pack(self.adapters[step.rows], index, used)
+        self._staging.send_into(self._packed, [packed])
+
+    def samples_later(self, step: SchedulerOutput) -> npt.NDArray[np.bool_] | None:
+        """Return which requests sample after the step's graph, from changed logits. None: none."""
+        later: npt.NDArray[np.bool_] = step.samples & self.sampling.is_special(step.rows)
+        later[step.constrained] = True
+        return later if np.count_nonzero(later) else None
+
+    @property
+    def sample_places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and positions of all rows of logits, of the step that was sent last."""
+        if self._points is not None:
+            return self._points.rows, self._points.positions
+        return self._rows, self._sample_positions
+
+    def points(self, shape: StepShape | None = None) -> Points:
+        """Return the points of the step that was sent last; without a shape, as many as fit."""
+        assert self._points is not None, "the steps verify no drafts"
+        if shape is None:
+            return self._points
+        starts, ends, seq_lens, *of_points = self._points
+        n, p = shape.num_reqs, shape.num_points
+        return Points(starts[: n + 1], ends[:n], seq_lens[:n], *(one[:p] for one in of_points))
+
+    @property
+    def rows_sent(self) -> torch.Tensor:
+        """The rows of the requests of the step that was sent last, padded."""
+        return self._rows
+
+    def expand(self, shape: StepShape) -> StepInputs:
+        """Return the inputs of the step that was sent last."""
+        n, tokens = shape.num_reqs, shape.num_tokens
+        rows, starts, lens = self._rows[:n], self._query_start_loc[: n + 1], self._seq_lens[:n]
+        adapters = points = None
+        if shape.is_adapted:
+            assert self._adapters is not None
+            adapters = StepAdapters(
+                self._adapters.used, self._adapters.tokens[:tokens], self._adapters.requests[:n]
+            )
+        sample_rows, sample_positions = rows, self._sample_positions[:n]
+        of_requests = None if adapters is None else adapters.requests
+        if self._points is not None:
+            points = self.points(shape)
+            sample_rows, sample_positions, lens = points.rows, points.positions, points.seq_lens
+            of_points = None
+            if adapters is not None and of_requests is not None:
+                of_points = of_requests, self._point_adapters[: shape.num_points]
+                adapters = adapters._replace(requests=of_points[1])
+            self._locate(points, rows, starts, self.lengths, of_points)
+        of_tokens = None
+        if adapters is not None and of_requests is not None:
+            of_tokens = of_requests, adapters.tokens
+        token_ids, batch = self._packed_tokens(shape, lens, of_tokens)
+        return StepInputs(token_ids, batch, sample_rows, sample_positions, adapters, points)
+
+    def _packed_tokens(
         self,
-        rows: npt.NDArray[np.int32],
-        num_tokens: npt.NDArray[np.int32],
-        context_lens: npt.NDArray[np.int32],
+        shape: StepShape,
+        lens: torch.Tensor,
+        adapters: tuple[torch.Tensor, torch.Tensor] | None = None,
         ahead: int = 0,
     ) -> tuple[torch.Tensor, AttentionBatch]:
-        """Return the token ids and the attention batch of the last tokens of some rows' contexts.
+        """Return token ids and attention batch of the step that was sent last.
 
-        Arrays are parallel. `ahead`: the ids are those of the tokens so many positions later."""
-        counts = num_tokens.astype(np.int64)
-        ends = counts.cumsum()
-        request = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(int(ends[-1])) - (ends - context_lens)[request]
-        own = rows[request]
-
-        def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.device)
-
-        blocks = self._take(self.block_table, own, positions // self.block_size)
-        position = on_device(positions)
+        lens, adapters, ahead: see `reference.expand_inputs`."""
+        n, tokens = shape.num_reqs, shape.num_tokens
+        rows, starts = self._rows[:n], self._query_start_loc[: n + 1]
+        out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
+        tables = self.token_ids, self.block_table, self.block_size
+        self._expand(rows, starts, lens, *tables, out, adapters, ahead)
         batch = AttentionBatch(
-            positions=position,
-            slot_mapping=blocks * self.block_size + position % self.block_size,
-            query_start_loc=on_device(np.concatenate(([0], ends)).astype(np.int32)),
-            seq_lens=on_device(context_lens),
-            rows=on_device(rows),
+            positions=out[1],
+            slot_mapping=out[2],
+            query_start_loc=starts,
+            seq_lens=lens,
+            rows=rows,
             block_table=self.block_table,
-            max_query_len=int(num_tokens.max()),
-            max_seq_len=int(context_lens.max()),
-            query_lens=num_tokens,
-            context_lens=context_lens,
+            max_query_len=shape.max_query_len,
+            max_seq_len=shape.max_seq_len,
+            live=out[2],
+            is_adapted=shape.is_adapted,
+            verifies=shape.verifies,
+            order=self._order[:n],
         )
-        return self._take(self.token_ids, own, positions + ahead), batch
+        return out[0], batch
 
-    def context_lens(self, step: SchedulerOutput) -> npt.NDArray[np.int32]:
-        """Return the number of tokens of each request after the step, with its drafts."""
-        ends = self.lengths[step.rows]
-        if len(step.num_drafts):
-            ends += step.num_drafts
-        return np.where(step.samples, ends, step.num_computed + step.num_tokens)
+    # ---- for a drafter, after the step
 
-    def put(self, rows: IntArray, positions: IntArray, tokens: torch.Tensor) -> None:
-        """Write tokens [n], sampled ones or drafts; negative ones as token 0."""
-        if self.device.type == "cpu":
-            self.token_ids.numpy()[rows, positions] = tokens.clamp(min=0).numpy()
-            return
-        place = torch.from_numpy(np.stack((rows, positions))).to(self.device, torch.int64)
-        self.token_ids[place[0], place[1]] = tokens.clamp(min=0).to(self.device, torch.int32)
+    def observed(self, shape: StepShape, ahead: int) -> tuple[torch.Tensor, AttentionBatch]:
+        """Return the inputs of the step that was sent last, once its tokens are accepted.
 
-    def commit(self, points: SamplePoints, tokens: torch.Tensor) -> npt.NDArray[np.int32] | None:
-        """Write the tokens [num_points] that follow right drafts, and advance the lengths.
+        The ids are those of the tokens `ahead` positions later. The batch wants the token before
+        each request's newest one."""
+        points = self.points(shape)
+        token_ids, batch = self._packed_tokens(shape, points.seq_lens, None, ahead)
+        if shape.max_query_len > 1:
+            last = points.starts[:-1] + self.counts[: shape.num_reqs] - 1
+            batch.wanted = points.tokens.index_select(0, last.clamp_(min=0))
+        return token_ids, batch
 
-        Returns the number of each request's tokens, or None if it is one."""
-        counts, kept = None, np.arange(len(points))
-        if len(points) > len(points.which):
-            drafts = self.token_ids.numpy()[points.rows, points.positions]
-            nth = points.positions - self.lengths[points.rows]
-            drafts = np.where(nth < self.num_drafts[points.rows], drafts, NO_DRAFT)
-            counts, kept = points.accepted(tokens.numpy(), drafts)
-            tokens = tokens[kept]
-        rows, positions = points.rows[kept], points.positions[kept]
-        self.put(rows, positions, tokens)
-        self.lengths[rows] = positions + 1  # of equal rows, the last counts
-        return counts
+    def before_step(
+        self, which: npt.NDArray[np.int64], counts: IntArray
+    ) -> tuple[torch.Tensor, AttentionBatch]:
+        """Return the inputs of tokens before those of the step that was sent last.
 
-    def put_drafts(self, rows: IntArray, drafts: IntArray) -> None:
-        """Write the rows' drafts [n, most], padded with -1, after their tokens."""
-        positions = self.lengths[rows][:, None] + np.arange(drafts.shape[1])
-        fits = (drafts >= 0) & (positions < self.token_ids.shape[1])
-        self.num_drafts[rows] = np.count_nonzero(fits, axis=1)
-        which, nth = np.nonzero(fits)
-        self.put(rows[which], positions[which, nth], torch.from_numpy(drafts[which, nth]))
-
-    def _take(self, table: torch.Tensor, rows: IntArray, columns: IntArray) -> torch.Tensor:
-        """Return elements of a table, int64. For few, NumPy takes a third of PyTorch's time."""
-        if self.device.type == "cpu":
-            return torch.from_numpy(table.numpy()[rows, columns].astype(np.int64))
-        row, column = (
-            torch.from_numpy(index).to(self.device, torch.int64) for index in (rows, columns)
+        which: some of its requests, counts: numbers of their tokens. The batch wants the last of
+        each."""
+        starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+        index, starts_there = self._staging.send([which.astype(np.int32), starts])
+        sent, rows = self._query_start_loc, self._rows[index]
+        lens = self.points().seq_lens[index] - (sent[index + 1] - sent[index])
+        ids, positions = torch.empty(2, starts[-1], dtype=torch.int32, device=self.device)
+        slots = torch.empty(int(starts[-1]), dtype=torch.int64, device=self.device)
+        tables = self.token_ids, self.block_table, self.block_size
+        self._expand(rows, starts_there, lens, *tables, (ids, positions, slots))
+        batch = AttentionBatch(
+            positions=positions,
+            slot_mapping=slots,
+            query_start_loc=starts_there,
+            seq_lens=lens,
+            rows=rows,
+            block_table=self.block_table,
+            max_query_len=max(2, int(counts.max())),  # no decode step, whose kernel wants an order
+            max_seq_len=self.token_ids.shape[1] - 1,
+            live=slots,
+            wanted=starts_there[1:].long() - 1,
         )
-        return table[row, column].to(torch.int64)
+        return ids, batch
+
+    def before_draft(
+        self, nth: int, num_reqs: int, ahead: int, limit: int, max_seq_len: int
+    ) -> tuple[DraftInputs, AttentionBatch]:
+        """Return the inputs from which draft `nth` of each request follows.
+
+        See `kernels.drafts.draft_inputs`."""
+        rows, points = self._rows[:num_reqs], self.points()
+        inputs = DraftInputs(*(one[:num_reqs] for one in self._drafting))
+        tables = self.token_ids, self.block_table, self.block_size
+        ends = points.ends[:num_reqs]
+        self._draft_inputs(ends, rows, self.lengths, *tables, nth, ahead, limit, inputs)
+        batch = AttentionBatch(
+            positions=inputs.positions,
+            slot_mapping=inputs.slots,
+            query_start_loc=self._nth[: num_reqs + 1],
+            seq_lens=inputs.seq_lens,
+            rows=rows,
+            block_table=self.block_table,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            live=inputs.slots,
+            order=self._order[:num_reqs],
+        )
+        return inputs, batch
+
+
+def _runs(rows: np.ndarray, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (runs [n, 4], values) that copy each list to the start of its row."""
+    lengths = np.array([len(one) for one in lists], np.int32)
+    begins = np.concatenate(([0], lengths.cumsum()[:-1])).astype(np.int32)
+    values = np.concatenate([np.array(one, np.int32) for one in lists])
+    return np.stack((rows, np.zeros_like(rows), begins, lengths), axis=1), values

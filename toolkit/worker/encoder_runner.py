@@ -6,17 +6,17 @@ import numpy as np
 import torch
 
 from toolkit.attention.packed import PackedBatch
+from toolkit.hardware.memory import to_device
 from toolkit.models.model import Encoder
 from toolkit.pooling.heads import Head
 from toolkit.scheduler import ModelOutput, SchedulerOutput
-from toolkit.worker.delivery import copy_barrier, to_host
-from toolkit.worker.model_runner import PendingOutput
+from toolkit.worker.pending import PendingOutput, copy_barrier, to_host
 
 
 class EncoderRunner:
     """Stateless: the only step of a request has all of its tokens."""
 
-    num_compiled: Callable[[], int] = staticmethod(lambda: 0)  # see `ModelRunner`
+    num_compiled: Callable[[], int] = staticmethod(lambda: 0)  # see `Runner`
 
     def __init__(
         self, model: Encoder, head: Head, device: torch.device, dtype: torch.dtype
@@ -52,9 +52,4 @@ class EncoderRunner:
         return PendingOutput(finish)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return (
-            tensor
-            if self.device.type == "cpu"
-            else tensor.pin_memory().to(self.device, non_blocking=True)
-        )
+        return to_device(torch.from_numpy(array), self.device)

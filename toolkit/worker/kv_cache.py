@@ -4,11 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from toolkit.attention import Backends
 from toolkit.errors import ConfigError
+from toolkit.hardware.memory import lazy_zeros
 from toolkit.models.memory import MemoryLayout, RowMemory, TokenMemory
 from toolkit.models.model import Model
 from toolkit.weights.kinds import fp8
@@ -59,7 +59,7 @@ class KVCache:
         counts = Counter(part for memory in layout.of_tokens for part in memory.parts)
         self.blocks, self.host_blocks = (
             {
-                part: _zeros(
+                part: lazy_zeros(
                     (count, number, layout.block_size, part.num_heads, part.size), stored, place
                 )
                 for part, count in counts.items()
@@ -118,14 +118,3 @@ def choose_cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device) ->
             param="kv_cache_dtype",
         )
     return fp8.DTYPE
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros. On a CPU these are lazy zero pages, which take memory when first written."""
-    if device.type != "cpu" or not math.prod(shape):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return (
-        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-        .view(dtype)
-        .view(shape)
-    )

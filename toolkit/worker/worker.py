@@ -26,10 +26,10 @@ from toolkit.pooling.settings import has_pooling
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.adapter_reading import AdapterReader
 from toolkit.worker.encoder_runner import EncoderRunner
-from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.info import Report, WorkerInfo
-from toolkit.worker.model_runner import ModelRunner, PendingOutput
 from toolkit.worker.operations import Operation
+from toolkit.worker.pending import PendingOutput
+from toolkit.worker.runner import Runner
 from toolkit.worker.startup import cache_sizing
 from toolkit.worker.startup.cache_problem import describe_memory
 from toolkit.worker.startup.cache_sizing import CacheSize
@@ -56,7 +56,7 @@ class Worker:
     info: WorkerInfo
     encoder: EncoderRunner | None = None
     """Runner of a model without a KV cache, in place of `runner`."""
-    runner: ModelRunner
+    runner: Runner
     _stream: torch.cuda.Stream | None = None
     _loading: Loading | None = None
     _reader: AdapterReader | None = None
@@ -132,7 +132,6 @@ class Worker:
             self._make_runner(setup, loaded, factory, wait_for_weights)
         self.info.logits_processors = list(loaders.processors)
         if loaded.adapters is not None:
-            self.runner.adapters = loaded.adapters
             self.info.max_lora_rank = loaded.adapters.max_rank
             self.info.lora_embeddings = loaded.adapters.has_ends
             with phases("adapters"):
@@ -144,7 +143,7 @@ class Worker:
             if device.type == "cpu":
                 warm_up = WarmUp(self.runner, self.info, setup.max_num_seqs)
                 self.info.step_times = warm_up.step_times(self.world.total)
-        if isinstance(self.runner, CudaRunner) and self.runner.policy.captures:
+        if self.runner.policy.captures:
             advice = "lower --gpu-memory-utilization or --kv-cache-memory, or use --enforce-eager"
             with (
                 phases("CUDA graphs"),
@@ -163,8 +162,7 @@ class Worker:
     def _take_place(self, device: torch.device, phases: Phases) -> Place:
         """Start threads, and connect to the other ranks."""
         kernels = kernels_for(device)
-        if kernels is not None:
-            kernels.late_compilations.stop()
+        kernels.ignore_compilations()
         if device.type == "cpu":
             start_threads(self.config, self._rank)
         if self._rendezvous is not None:
@@ -222,10 +220,10 @@ class Worker:
             logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")
         self.info = describe_worker(setup, loaded, backend, size, layout)
         overridden = self.config.cache.num_gpu_blocks_override is not None
-        if overridden and setup.place.kernels is not None:
+        if overridden and (kernels := setup.place.triton) is not None:
             with setup.explain_lack_for_steps():
                 warm_up = WarmUp(self.runner, self.info, setup.max_num_seqs)
-                warm_up.compile(setup.place.kernels, setup.num_compile_threads)
+                warm_up.compile(kernels, setup.num_compile_threads)
 
     def _add_pooling(self, setup: Setup, model: CausalLM) -> None:
         found = heads.decoder_pooling(
@@ -237,9 +235,8 @@ class Worker:
 
     def _count_late_compilations(self, setup: Setup) -> None:
         """Count the kernels that steps compile from now on. There should be none."""
-        kernels = setup.place.kernels
-        if kernels is not None:
-            (self.encoder or self.runner).num_compiled = kernels.late_compilations().take
+        count = setup.place.kernels.count_compilations()
+        (self.encoder or self.runner).num_compiled = count
 
     def execute(self, step: SchedulerOutput) -> PendingOutput:
         with self.on_stream():
@@ -264,7 +261,7 @@ class Worker:
         `lost`: a step in flight may never end; its memory is kept until the process ends."""
         if self._rendezvous is not None:
             self._release()
-        runner: ModelRunner | None = vars(self).pop("runner", None)
+        runner: Runner | None = vars(self).pop("runner", None)
         if runner is not None:
             with self._log_gpu_failure("freed"):
                 runner.close()  # NCCL does not end before the last graph that calls it

@@ -24,7 +24,7 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.weights.weight import ALL
-from toolkit.worker.gpu.cuda_runner import CudaRunner
+from toolkit.worker.runner import Runner
 from tools.bench.models import CONFIGS, make_model
 
 ROUNDS = 9
@@ -103,7 +103,7 @@ class Replay:
 
     def __init__(self, llm: LLM, step: SchedulerOutput, count: int) -> None:
         self._worker = _worker(llm)
-        self._runner: CudaRunner = self._worker.runner
+        self._runner: Runner = self._worker.runner
         self._step = step
         index = np.arange(len(step.rows))
         self._slots = index % count + 1 if count else np.zeros_like(index)

@@ -103,8 +103,6 @@ def _batch(requests: int, context: int, device: torch.device) -> AttentionBatch:
         block_table=table.to(device),
         max_query_len=1,
         max_seq_len=context + 1,
-        query_lens=torch.ones(requests, dtype=torch.int32).numpy(),
-        context_lens=lengths.numpy(),
         order=rows.to(device),
     )
 

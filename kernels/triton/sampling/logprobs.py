@@ -23,7 +23,7 @@ NO_KEY = tl.constexpr(-(1 << 63))
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Tensor:
-    """Return records int32 `[n, 3 + 2 min(k, vocab)]` (`toolkit.sampling.logprobs`).
+    """Return records int32 `[n, 3 + 2 min(k, vocab)]` (`kernels.logprobs`).
 
     logits: `[n, vocab]`, fp32, fp16 or bf16, rows may be strided; token_ids: int32 `[n]`, the
     chosen tokens (0 if negative). Of equally likely tokens the first comes first. All values come

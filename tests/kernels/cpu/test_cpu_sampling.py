@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.checkpoints import spec_of
+from tests.sampled import choose, load_rows
 from toolkit.kernels import cpu, reference
 from toolkit.kernels.cpu.sampling import sample
 from toolkit.sampling.params import SamplingParams
-from toolkit.sampling.sampler import choose
 from toolkit.sampling.sampling_state import SamplingState
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
@@ -34,7 +34,7 @@ def make_state(params: list[SamplingParams]) -> SamplingState:
     state = SamplingState(len(params), torch.device("cpu"))
     for row, one in enumerate(params):
         state.set(row, spec_of(one), (row + 1) * 0x1234567887654321 % 2**63)
-    state.load(list(range(len(params))))
+    load_rows(state)
     return state
 
 

@@ -455,7 +455,7 @@ def test_no_tokens_have_no_results(kernels, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, reference.FP8, torch.int16], ids=str)
 def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, sizes, dtype):
     """Warm-up compiles the kernels of one number of tokens per class."""
-    from toolkit.worker.gpu.graph_policy import MIXED_TOKENS
+    from toolkit.worker.graph_policy import MIXED_TOKENS
 
     weight = Stack(torch.empty(num_experts, 2, 1, dtype=dtype, device="meta"))
     up, down = (kernels.Operand.of(weight, columns) for columns in sizes)

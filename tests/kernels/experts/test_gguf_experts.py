@@ -12,7 +12,7 @@ from tests.gguf_writer import Stored, write
 from tests.kernels.experts.test_quantized_experts import kernels as kernels
 from toolkit.distributed import Group, expert_shards, parallel
 from toolkit.gguf.file import TYPES
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.layers import Projections, StackedExperts
 from toolkit.weights.gguf.decode import dequantize
 from toolkit.weights.gguf.packing import packings
@@ -86,7 +86,7 @@ def test_stacks_of_each_type(kernels, device, tmp_path, kinds, splits):
     assert (total - expected).norm() <= 0.01 * expected.norm()
 
 
-def make(file: Path, kernels: Kernels, device: torch.device) -> StackedExperts:
+def make(file: Path, kernels: TritonKernels, device: torch.device) -> StackedExperts:
     """Return this rank's experts, filled."""
     header = read_header(file)
     found = packings({tensor.name: tensor for tensor in header})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.combinations import pairwise
 from toolkit.distributed import Group, expert_shards, parallel
-from toolkit.kernels.table import Kernels, gpu_kernels
+from toolkit.kernels.table import TritonKernels, gpu_kernels
 from toolkit.layers import Linear, Projections, StackedExperts
 from toolkit.models.build import build_model, load_config
 from toolkit.weights import quantization
@@ -48,15 +48,15 @@ SOURCES = [
 
 
 @pytest.fixture
-def kernels(triton, device, monkeypatch) -> Kernels:
+def kernels(triton, device, monkeypatch) -> TritonKernels:
     """Let the weights of this process be those of a GPU."""
     found = gpu_kernels()
     assert found is not None
     for module in (blocks, fp8, grouped, quantization):
-        monkeypatch.setattr(module, "kernels_for", lambda _: found)
+        monkeypatch.setattr(module, "triton_kernels_for", lambda _: found)
     monkeypatch.setattr(fp8, "has_arithmetic", lambda _: True)
     monkeypatch.setattr(quantization, "_multiplies_int8", lambda: False)  # as CPUs do
-    monkeypatch.setattr("toolkit.weights.kinds.plain.kernels_for", lambda _: found)
+    monkeypatch.setattr("toolkit.weights.kinds.plain.triton_kernels_for", lambda _: found)
     return found
 
 
@@ -76,7 +76,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def make(folder: Path, kernels: Kernels, device: torch.device) -> StackedExperts:
+def make(folder: Path, kernels: TritonKernels, device: torch.device) -> StackedExperts:
     """Return this rank's experts, filled."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")

@@ -388,7 +388,7 @@ def test_products_add_adapters(kernels, device, tokens, gated):
 )
 def test_warm_up_has_a_step_for_each_kernel(kernels, shape):
     """More rows than MORE_ROW_CLASSES have one kernel, which the largest step compiles."""
-    from toolkit.worker.gpu.graph_policy import MIXED_TOKENS
+    from toolkit.worker.graph_policy import MIXED_TOKENS
 
     def kernel(tokens: int) -> tuple[object, ...]:
         return kernels.fp8_matmul.best_tile(tokens, *shape), kernels.matmul.late(

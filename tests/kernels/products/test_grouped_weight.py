@@ -27,7 +27,7 @@ def new_weight(triton, device, monkeypatch):
     from toolkit.kernels import table
     from toolkit.weights.kinds import grouped
 
-    monkeypatch.setattr(grouped, "kernels_for", lambda _: table.gpu_kernels())
+    monkeypatch.setattr(grouped, "triton_kernels_for", lambda _: table.gpu_kernels())
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):

@@ -1,4 +1,4 @@
-"""Grammar masks on logits: the sampler's and Triton's against the reference."""
+"""Grammar masks on logits: PyTorch's and Triton's against the reference."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.kernels import reference
-from toolkit.sampling import sampler
+from toolkit.kernels import plain, reference
 
 SHAPES = [(1, 1, 31), (3, 2, 64), (5, 5, 100), (4, 1, 4099), (6, 3, 9000)]
 
@@ -37,12 +36,12 @@ def masked(function, logits: Tensor, index: Tensor, masks: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("missing_words", [0, 1])
-def test_sampler_equals_reference(shape, missing_words):
+def test_plain_masks_equal_reference(shape, missing_words):
     if missing_words == -(-shape[2] // 32):
         pytest.skip("no word is left")
     example_ = example(*shape, missing_words)
     assert torch.equal(
-        masked(sampler.mask_logits, *example_), masked(reference.mask_logits, *example_)
+        masked(plain.mask_logits, *example_), masked(reference.mask_logits, *example_)
     )
 
 

@@ -1,4 +1,4 @@
-"""Kernels of steps that verify drafts: the definition against examples, Triton against it."""
+"""Kernels of steps that verify drafts: the definition against examples, others against it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from toolkit.kernels import drafts as reference
 from toolkit.kernels.drafts import LATER, SAMPLES, DraftInputs, Points
+from toolkit.kernels.table import CPUKernels
 
 NUM_ROWS, WIDTH = 9, 3000
+Table = ModuleType | CPUKernels
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +98,15 @@ def test_inputs_before_the_second_draft(ahead: int):
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("padding", [0, 200])
 def test_inputs_before_drafts_equal_reference(drafts, device, ahead: int, padding: int):
+    require_equal_inputs(drafts, device, ahead, padding)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_cpu_inputs_before_drafts_equal_reference(ahead: int):
+    require_equal_inputs(CPUKernels(), torch.device("cpu"), ahead, 200)
+
+
+def require_equal_inputs(drafts: Table, device: torch.device, ahead: int, padding: int) -> None:
     rng = random.Random(ahead)
     block_size, limit = 4, 100
     token_ids = torch.randint(1, 900, (NUM_ROWS, 102), dtype=torch.int32, device=device)
@@ -127,7 +138,17 @@ def test_drafts_that_are_not_found_are_token_0():
 
 
 def test_kernels_equal_reference(drafts, device):
-    """Steps of random requests, with few different tokens so that drafts are often right."""
+    require_equal_steps(drafts, device)
+
+
+def test_cpu_kernels_equal_reference():
+    require_equal_steps(CPUKernels(), torch.device("cpu"))
+
+
+def require_equal_steps(drafts: Table, device: torch.device) -> None:
+    """Compare steps of random requests.
+
+    They have few different tokens, so that drafts are often right."""
     rng = random.Random(0)
     generator = np.random.default_rng(0)
     for trial in range(8):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import spec_of
+from tests.sampled import choose, load_rows, sample
 from toolkit.kernels import reference
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.logprobs import logprobs as gather_logprobs
+from toolkit.kernels.table import Kernels, TritonKernels
 from toolkit.sampling import sampler
-from toolkit.sampling.logprobs import gather_logprobs
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.sampling_state import SamplingState
 
@@ -169,9 +170,6 @@ def test_reference_equals_the_plain_sampler():
         case.positions[::3] = 2**31 - 1 - case.positions[::3]
         state = SamplingState(len(case.floats), CPU)
         state.floats, state.ints = case.floats, case.ints
-        state.random[:] = state.filters[:] = True
-        for row, given in zip(case.rows.tolist(), parameters, strict=True):
-            state.params[row] = SamplingParams(**given)
         expected = [
             reference.choose(
                 logits,
@@ -186,10 +184,8 @@ def test_reference_equals_the_plain_sampler():
             )
         ]
         rows, positions = case.rows.numpy(), case.positions.numpy()
-        assert sampler.choose(case.logits, state, rows, positions).tolist() == expected
-        assert sampler.sample(case.logits, state, case.token_ids, rows, positions).tolist() == (
-            expected
-        )
+        assert choose(case.logits, state, rows, positions).tolist() == expected
+        assert sample(case.logits, state, case.token_ids, rows, positions).tolist() == expected
 
 
 # Triton: compiled if there is a GPU, else interpreted
@@ -661,7 +657,7 @@ def test_kernels_equal_the_plain_sampler(device):
     state = SamplingState(len(params), device)
     for row, one in enumerate(params):
         state.set(row, spec_of(one, 8, [0]), 100 + row)
-    state.load(list(range(len(params))))
+    load_rows(state)
     torch.manual_seed(0)
     logits = 3 * torch.randn(len(params), vocab, device=device)
     tokens = torch.randint(0, 9, (len(params), length + 1), dtype=torch.int32, device=device)
@@ -669,11 +665,11 @@ def test_kernels_equal_the_plain_sampler(device):
     rows = np.arange(len(params), dtype=np.int32)
     masked = np.array([0, 2, 5]), masks
     found, changed = [], []
-    for kernels in (None, Kernels()):
+    for kernels in (Kernels(), TritonKernels()):
         changed.append(logits.clone())
         lengths = np.full(len(params), length, np.int32)
         found.append(
-            sampler.sample(changed[-1], state, tokens.clone(), rows, lengths, masked, kernels)
+            sampler.sample(changed[-1], state, tokens.clone(), rows, lengths, kernels, masked)
         )
     assert found[0].tolist() == found[1].tolist()
     torch.testing.assert_close(changed[0], changed[1])

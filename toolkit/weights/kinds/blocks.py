@@ -9,7 +9,7 @@ import torch
 from toolkit.kernels import reference
 from toolkit.kernels.reference import FP8_BLOCK
 from toolkit.kernels.switch import kernels_are_off, rounds_inputs
-from toolkit.kernels.table import kernels_for
+from toolkit.kernels.table import triton_kernels_for
 from toolkit.weights.groups import Blocks, Decoded
 from toolkit.weights.weight import ALL, DUMMY_STD, Epilogue, StackableWeight, Weight, parameter
 
@@ -29,7 +29,7 @@ class BlockWeight(Weight, StackableWeight):
         scales = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
         self.scales = parameter(torch.empty(scales, dtype=torch.float32))
         is_narrow = self.dtype in (torch.bfloat16, torch.float16)
-        self._kernels = kernels_for(self.values.device) if is_narrow else None
+        self._kernels = triton_kernels_for(self.values.device) if is_narrow else None
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from toolkit.errors import ConfigError
 from toolkit.kernels import reference
-from toolkit.kernels.table import kernels_for
+from toolkit.kernels.table import triton_kernels_for
 from toolkit.weights.groups import Blocks, Decoded
 from toolkit.weights.kinds.row_scaled import RowScaledWeight, ScaledProduct
 from toolkit.weights.weight import StackableWeight
@@ -24,7 +24,7 @@ class FP8Weight(RowScaledWeight, StackableWeight):
         problem = None
         if not has_arithmetic(device):
             problem = "needs an NVIDIA GPU of compute capability 8.9 (Ada, Hopper) or later"
-        elif kernels_for(device) is None:
+        elif triton_kernels_for(device) is None:
             problem = "needs the package triton"
         elif dtype not in (torch.bfloat16, torch.float16):
             problem = "needs activations in 16 bits: --dtype bfloat16 or float16"
@@ -47,11 +47,11 @@ class FP8Weight(RowScaledWeight, StackableWeight):
 
     @property
     def adds_deltas(self) -> bool:
-        return kernels_for(self.values.device) is not None
+        return triton_kernels_for(self.values.device) is not None
 
     @staticmethod
     def choose_product(device: torch.device) -> ScaledProduct:
-        kernels = kernels_for(device)
+        kernels = triton_kernels_for(device)
         return reference.linear_scaled if kernels is None else kernels.fp8_product
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.kernels import reference
-from toolkit.kernels.table import kernels_for
+from toolkit.kernels.table import triton_kernels_for
 from toolkit.weights.groups import Decoded, Groups, fill_randomly_, quantize
 from toolkit.weights.layout import Layout
 from toolkit.weights.weight import (
@@ -22,7 +22,7 @@ from toolkit.weights.weight import (
 )
 
 if TYPE_CHECKING:
-    from toolkit.kernels.table import Kernels
+    from toolkit.kernels.table import TritonKernels
     from toolkit.kernels.triton.products.grouped_layout import Grouped
     from toolkit.kernels.triton.products.matmul import Unscaled
     from toolkit.weights.weight import Rows
@@ -37,7 +37,7 @@ def grouped_weight(
     """Return an uninitialized weight for the kernels of `device`.
 
     None: they do not support its shape, or the type of the model."""
-    kernels, dtype = kernels_for(device), torch.get_default_dtype()
+    kernels, dtype = triton_kernels_for(device), torch.get_default_dtype()
     if kernels is None or dtype not in (torch.bfloat16, torch.float16):
         return None
     if layout.stored_group(columns) is None:
@@ -68,7 +68,7 @@ class GroupedWeight(QuantizingWeight, StackableWeight):
 
     adds_deltas = True
 
-    def __init__(self, grouped: Grouped, layout: Layout, kernels: Kernels) -> None:
+    def __init__(self, grouped: Grouped, layout: Layout, kernels: TritonKernels) -> None:
         super().__init__(*grouped.shape)
         self.layout, self.dtype = layout, torch.get_default_dtype()
         self._kernels, self.grouped = kernels, grouped

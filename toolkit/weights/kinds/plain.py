@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from toolkit.distributed import Shard
 from toolkit.kernels import reference
-from toolkit.kernels.table import Kernels, kernels_for
+from toolkit.kernels.table import TritonKernels, triton_kernels_for
 from toolkit.weights.groups import Decoded
 from toolkit.weights.kinds.packed import pack
 from toolkit.weights.slots import Slot
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def plain_weight(rows: int, columns: int) -> PlainWeight:
     """Return an uninitialized weight on the default device, in the default dtype."""
     values = torch.empty(rows, columns)
-    kernels = kernels_for(values.device)
+    kernels = triton_kernels_for(values.device)
     return PlainWeight(values) if kernels is None else GPUWeight(values, kernels)
 
 
@@ -82,7 +82,7 @@ class GPUWeight(PlainWeight):
 
     adds_deltas = True
 
-    def __init__(self, values: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, values: torch.Tensor, kernels: TritonKernels) -> None:
         super().__init__(values)
         self._kernels = kernels
 

@@ -11,7 +11,7 @@ from toolkit.hardware import memory
 from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.models.memory import MemoryLayout
 from toolkit.worker.info import WorkerInfo
-from toolkit.worker.model_runner import ModelRunner
+from toolkit.worker.runner import Runner
 from toolkit.worker.startup import memory_budget
 from toolkit.worker.startup.cache_problem import count_blocks, memory_problem, table_bytes
 from toolkit.worker.startup.setup import Setup
@@ -35,19 +35,19 @@ def is_measured(setup: Setup) -> bool:
 
 
 def measure_room(
-    setup: Setup, runner: ModelRunner, info: WorkerInfo, wait_for_weights: Callable[[], None]
+    setup: Setup, runner: Runner, info: WorkerInfo, wait_for_weights: Callable[[], None]
 ) -> int:
     """Measure the bytes of a GPU that are left for the cache, next to steps and graphs.
 
     Kernels are compiled before the weights are loaded. Not called with --num-gpu-blocks-override,
     nor for encoders: then products keep PyTorch's choice of algorithm."""
     warm_up = WarmUp(runner, info, setup.max_num_seqs)
-    if setup.place.kernels is not None:
-        warm_up.compile(setup.place.kernels, setup.num_compile_threads)
+    if (kernels := setup.place.triton) is not None:
+        warm_up.compile(kernels, setup.num_compile_threads)
     wait_for_weights()
     drop_graphs_that_wait(runner)
-    if runner.backends.is_capturable and setup.place.kernels is not None:
-        warm_up.choose_products()
+    if runner.backends.is_capturable and kernels is not None:
+        warm_up.choose_products(kernels)
     peak = warm_up.peak_bytes(samples=setup.place.stage.is_last) - info.cache_bytes
     peak += warm_up.graph_bytes()
     total = torch.cuda.mem_get_info(setup.device)[1]

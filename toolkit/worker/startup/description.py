@@ -8,9 +8,8 @@ from toolkit.attention import Attention
 from toolkit.config import Speculation
 from toolkit.models.memory import MemoryLayout
 from toolkit.models.model import Model
-from toolkit.worker.gpu.cuda_runner import CudaRunner
 from toolkit.worker.info import WorkerInfo
-from toolkit.worker.model_runner import ModelRunner
+from toolkit.worker.runner import Runner
 from toolkit.worker.startup.cache_sizing import CacheSize
 from toolkit.worker.startup.model_loader import LoadedModel
 from toolkit.worker.startup.setup import Setup
@@ -47,16 +46,15 @@ def describe_worker(
 
 
 def describe_drafter(
-    info: WorkerInfo, speculation: Speculation, runner: ModelRunner, *, has_model: bool
+    info: WorkerInfo, speculation: Speculation, runner: Runner, *, has_model: bool
 ) -> None:
     """Add what the scheduler needs to know about drafts."""
     info.most_drafts = speculation.num_speculative_tokens
     info.reads_predictions = not has_model
-    if isinstance(runner, CudaRunner):
-        info.most_step_drafts = runner.policy.most_step_drafts
-        drafter = runner.draft_runner
-        if drafter is not None and runner.policy.captures and not drafter.is_capturable:
-            logger.warning("the drafter runs without CUDA graphs: its code may wait for the GPU")
+    info.most_step_drafts = runner.policy.most_step_drafts
+    drafter = runner.drafter
+    if drafter is not None and runner.policy.captures and not drafter.is_capturable:
+        logger.warning("the drafter runs without CUDA graphs: its code may wait for the GPU")
 
 
 def _attention_size(model: Model) -> int:

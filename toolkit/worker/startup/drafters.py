@@ -30,12 +30,11 @@ from toolkit.models.eagle import (
 )
 from toolkit.models.memory import RowMemory
 from toolkit.models.model import CausalLM, Model
-from toolkit.speculative.draft_model import DraftModel
 from toolkit.speculative.eagle import EagleModel, EagleNetwork, build_eagle, taps_of
-from toolkit.speculative.model_drafter import Network
+from toolkit.speculative.network import DraftModel, Network
 from toolkit.weights.formats import Packings, read_packings
 from toolkit.weights.loading.loader import find_weights, stored_tensors, tensor_names
-from toolkit.worker.gpu.graph_policy import GraphPolicy
+from toolkit.worker.graph_policy import GraphPolicy
 from toolkit.worker.startup.setup import Setup
 
 
@@ -64,7 +63,7 @@ def check(setup: Setup) -> Speculation | None:
         problem = f"{name} generates no text"
     elif any(isinstance(one, RowMemory) for one in described.memory):
         problem = f"layers of {name} keep a state for each request, which drafts would change"
-    elif setup.device.type != "cpu" and setup.place.kernels is None:
+    elif setup.device.type != "cpu" and setup.place.triton is None:
         problem = "on GPUs it needs the package triton"
     elif wanted.method != "ngram" and config.parallel.pipeline_parallel_size > 1:
         problem = (

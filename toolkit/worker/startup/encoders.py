@@ -28,7 +28,7 @@ def start_encoder(
     if setup.device.type == "cuda":
         with setup.explain_lack_for_steps():
             warm_up = WarmUp(runner, info, setup.max_num_seqs)
-            if setup.place.kernels is not None:
-                warm_up.compile(setup.place.kernels, setup.num_compile_threads)
+            if (kernels := setup.place.triton) is not None:
+                warm_up.compile(kernels, setup.num_compile_threads)
             warm_up.run_largest_step()
     return runner, info

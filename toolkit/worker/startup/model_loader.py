@@ -157,7 +157,7 @@ class ModelLoader:
 
     def _adapters(self, model: Model, everything: Model) -> Adapters:
         setup, (rank, ends) = self._setup, self._slot_size
-        lora, kernels = setup.config.lora, setup.place.kernels
+        lora, kernels = setup.config.lora, setup.place.triton
         return Adapters(
             model,
             everything,
@@ -176,7 +176,7 @@ class ModelLoader:
         """Raise ToolkitError if the model cannot have adapters here, or one is missing."""
         if not self._setup.config.lora.is_enabled:
             return
-        if self._setup.device.type != "cpu" and self._setup.place.kernels is None:
+        if self._setup.device.type != "cpu" and self._setup.place.triton is None:
             raise ConfigError(
                 "LoRA adapters on a GPU need the package triton.", param="enable_lora"
             )

@@ -11,7 +11,7 @@ from toolkit.distributed import Group, Stage
 from toolkit.errors import ConfigError
 from toolkit.hardware import memory
 from toolkit.hardware.cores import num_cpus
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import Kernels, TritonKernels
 from toolkit.models.build import choose_dtype, load_config
 from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.registry import describe, load_plugins
@@ -32,12 +32,17 @@ class Place:
     """The device of a worker, and its rank among those of a sharded model."""
 
     device: torch.device
-    kernels: Kernels | None
+    kernels: Kernels
     stream: torch.cuda.Stream | None
     world: Group  # all ranks of the model
     group: Group  # ranks of this one's stage
     stage: Stage
     num_local_ranks: int  # ranks on this machine, this one included. 0: all ranks of all engines
+
+    @property
+    def triton(self) -> TritonKernels | None:
+        """Kernels that are compiled when they are first launched, and can be captured."""
+        return self.kernels if isinstance(self.kernels, TritonKernels) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,15 @@ import torch
 
 from toolkit.hardware.figures import SAMPLING_BYTES
 from toolkit.hardware.graph_capture import empty_cache
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.speculation import StepTimes
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.encoder_runner import EncoderRunner
-from toolkit.worker.gpu.cuda_runner import CudaRunner
-from toolkit.worker.gpu.graph_policy import StepShape, new_drafter_graphs
+from toolkit.worker.graph_policy import StepShape, new_drafter_graphs
 from toolkit.worker.info import WorkerInfo
-from toolkit.worker.model_runner import ModelRunner
+from toolkit.worker.runner import Runner
 
 _RANDOM = SamplingParams(temperature=1.0)
 _CONTEXTS = tuple(64 << i for i in range(7))  # one for each power of two of key splits
@@ -28,13 +27,11 @@ STEP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LONG_MEASUREMENT = 330  # milliseconds, of two steps
 
 
-def drop_graphs_that_wait(runner: ModelRunner) -> bool:
+def drop_graphs_that_wait(runner: Runner) -> bool:
     """Have the runner capture nothing if the model's code waits for the GPU. Return if so.
 
     Call it after loading, which waits too: PyTorch watches all threads."""
-    if not isinstance(runner, CudaRunner) or not runner.policy.captures:
-        return False
-    if not runner.model.may_synchronize or not runner.synchronizes():
+    if not runner.policy.captures or not runner.model.may_synchronize or not runner.synchronizes():
         return False
     runner.policy = replace(runner.policy, captures=False)
     return True
@@ -43,9 +40,7 @@ def drop_graphs_that_wait(runner: ModelRunner) -> bool:
 class WarmUp:
     """Runs steps of random tokens, on rows and blocks that no request has yet."""
 
-    def __init__(
-        self, runner: ModelRunner | EncoderRunner, info: WorkerInfo, max_num_seqs: int
-    ) -> None:
+    def __init__(self, runner: Runner | EncoderRunner, info: WorkerInfo, max_num_seqs: int) -> None:
         self._runner, self._info, self._max_num_seqs = runner, info, max_num_seqs
 
     def run(self) -> None:
@@ -64,7 +59,7 @@ class WarmUp:
         each = self._info.max_num_batched_tokens // self._most_requests
         self._run_step([min(each, self._info.max_model_len)] * self._most_requests)
 
-    def compile(self, kernels: Kernels, num_threads: int) -> None:
+    def compile(self, kernels: TritonKernels, num_threads: int) -> None:
         """Compile the kernels of all steps that can occur, in parallel.
 
         Compiled where they are first launched, they would dominate a start, or make a request
@@ -76,12 +71,12 @@ class WarmUp:
                 for num_tokens in self._up_to(sizes, self._info.max_model_len):
                     self._run_step([num_tokens])
                 return
-            with self._cuda_runner.with_few_layers():
+            with self._step_runner.with_few_layers():
                 self.run()
                 self._run_step([1], is_constrained=True)
                 shapes = self._shapes(kernels.row_classes)
                 if runner.backends.is_capturable:
-                    self._cuda_runner.rehearse(shapes)
+                    self._step_runner.rehearse(shapes)
                     return
                 for shape in shapes:  # padding is for graphs
                     each, more = divmod(shape.num_tokens, shape.num_reqs)
@@ -94,7 +89,7 @@ class WarmUp:
 
         Decode kernels depend on how many programs share a request's keys; other kernels, on the
         number of tokens and, after the last layer's attention, of requests."""
-        policy = self._cuda_runner.policy
+        policy = self._step_runner.policy
         longest, most = policy.max_model_len, policy.most_requests
         contexts = self._up_to(_CONTEXTS, longest)
         shapes = [StepShape(1, 1, 1, context) for context in contexts]
@@ -122,12 +117,12 @@ class WarmUp:
     def _up_to(values: Sequence[int], most: int) -> list[int]:
         return [*(value for value in values if value < most), most]
 
-    def choose_products(self) -> None:
+    def choose_products(self, kernels: TritonKernels) -> None:
         """Choose products for the largest step, which long prompts use."""
-        runner, policy = self._cuda_runner, self._cuda_runner.policy
+        runner, policy = self._step_runner, self._step_runner.policy
         most = policy.most_tokens
-        if most >= runner.kernels.min_choice_tokens:
-            with runner.kernels.choosing_products():
+        if most >= kernels.min_choice_tokens:
+            with kernels.choosing_products():
                 runner.rehearse([StepShape(most, policy.most_requests, most, policy.max_model_len)])
 
     def step_times(self, total: Callable[[int], int]) -> StepTimes:
@@ -159,7 +154,7 @@ class WarmUp:
     def graph_times(self) -> StepTimes:
         """Measure graphs, if steps verify drafts."""
         runner = self._runner
-        if not isinstance(runner, CudaRunner):
+        if isinstance(runner, EncoderRunner):
             return StepTimes()
         policy = runner.policy
         if not policy.captures or not policy.most_step_drafts:
@@ -184,8 +179,8 @@ class WarmUp:
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
         rows = self._max_num_seqs if samples else 0
-        if rows and isinstance(self._runner, CudaRunner):
-            rows = self._runner.max_sampled_again
+        if rows:
+            rows = self._step_runner.sampler.max_sampled_again
         sampling = rows * self._info.vocab_size * SAMPLING_BYTES
         return int(torch.cuda.max_memory_allocated() + max(0, outside) + sampling)
 
@@ -194,11 +189,10 @@ class WarmUp:
 
         The largest takes all its activations, which the others share. Each other one takes as much
         as the first with as many graphs of a drafter's model."""
-        runner = self._runner
-        shapes = runner.policy.shapes if isinstance(runner, CudaRunner) else []
+        shapes = self._step_runner.policy.shapes
         if not shapes:
             return 0
-        drafter = self._cuda_runner.draft_runner
+        drafter = self._step_runner.drafter
         if drafter is None or not drafter.is_capturable:
             kinds = [(False, False)] * len(shapes)
         else:
@@ -212,7 +206,7 @@ class WarmUp:
     def _captured_bytes(self, shape: StepShape) -> int:
         """Capture a shape and return the bytes that it takes."""
         before = torch.cuda.mem_get_info()[0]
-        self._cuda_runner.capture([shape])
+        self._step_runner.capture([shape])
         return max(0, before - torch.cuda.mem_get_info()[0])
 
     @property
@@ -221,8 +215,8 @@ class WarmUp:
         return min(self._max_num_seqs, self._info.max_num_batched_tokens)
 
     @property
-    def _cuda_runner(self) -> CudaRunner:
-        assert isinstance(self._runner, CudaRunner)
+    def _step_runner(self) -> Runner:
+        assert isinstance(self._runner, Runner)
         return self._runner
 
     def _run_step(

@@ -1,4 +1,4 @@
-"""Pipeline stages of the GPU runner match the CPU runner with all layers (Triton interpreter)."""
+"""Pipeline stages with Triton's kernels match a CPU with all layers (Triton interpreter)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import engines
 from tests.worker.stages import TwoStages
-from tests.worker.test_cuda_state import PARAMS
+from tests.worker.test_batch_state import PARAMS
 from toolkit import LLM, SamplingParams
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import TritonKernels
 from toolkit.worker.startup.warm_up import WarmUp
 
 
@@ -53,13 +52,12 @@ def test_two_gpu_stages_sample_as_one_cpu_runner(
         )
         if stages > 1:
             runners = [worker.runner for worker in engines.executor(llm).workers]
-            assert [type(runner).__name__ for runner in runners] == ["CudaRunner"] * 2
+            assert {type(runner.sampler.kernels) for runner in runners} == {TritonKernels}
         return llm.generate(prompts, params, use_tqdm=False)
 
     expected = answers(1)
     monkeypatch.setattr("toolkit.engine.llm.start_executor", TwoStages)
-    monkeypatch.setattr("toolkit.worker.model_runner.to_host", torch.clone)
-    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
+    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: TritonKernels())
     monkeypatch.setattr(WarmUp, "compile", lambda *_: None)  # there is no compiler
     actual = answers(2)
     for a, b in zip(expected, actual, strict=True):

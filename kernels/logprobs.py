@@ -12,7 +12,7 @@ ROWS = 8  # rows at once, so that they and what is computed from them stay in a 
 WIDTH = 256  # tokens of a block
 
 
-def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:
+def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:
     """Return records int32 [n, 3 + 2 min(k, vocab)].
 
     logits: [n, vocab]. token_ids: [n], the chosen tokens; negative ones stand for 0. All values of

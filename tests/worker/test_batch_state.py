@@ -1,4 +1,4 @@
-"""The GPU's batch state and runner match those of the CPU, in Triton's interpreter."""
+"""The state of rows and the runner are the same with each table of kernels."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from tests import engines
 from toolkit import LLM, SamplingParams
 from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadTransform
 from toolkit.attention.triton import TritonBackend
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import CPUKernels, Kernels, TritonKernels
 from toolkit.sampling.params import SamplingParams as Params
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.sequence import SequenceSpec
 from toolkit.worker.batch_state import BatchState
-from toolkit.worker.gpu.cuda_state import CudaBatchState
-from toolkit.worker.gpu.graph_policy import StepShape
+from toolkit.worker.graph_policy import StepShape
 from toolkit.worker.startup.warm_up import WarmUp
 
 ROWS, LENGTH, BLOCK = 7, 100, 4
 
 
-@pytest.fixture
-def cuda_state(triton_runs: bool):
-    if not triton_runs:
+@pytest.fixture(params=[CPUKernels, TritonKernels])
+def state(request: pytest.FixtureRequest, triton_runs: bool) -> BatchState:
+    if request.param is TritonKernels and not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
-    return CudaBatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"), 512, Kernels())
+    return make_state(request.param())
+
+
+def make_state(kernels: Kernels) -> BatchState:
+    return BatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"), 512, kernels)
 
 
 def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
@@ -87,36 +90,49 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
     return steps
 
 
-@pytest.mark.on_cpu("1")
+@pytest.mark.on_cpu("CPUKernels-1", "TritonKernels-1")
 @pytest.mark.parametrize("seed", range(3))
-def test_inputs_equal_those_of_the_cpu_state(cuda_state, seed):
+def test_inputs_equal_those_of_the_reference(state, seed):
     rng = random.Random(seed)
-    cpu_state = BatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"))
+    tokens = np.zeros((ROWS, LENGTH + 1), np.int64)
+    blocks = np.zeros((ROWS, LENGTH // BLOCK), np.int64)
+    reference = make_state(Kernels())
     for step in random_steps(rng, 25):
-        cpu_state.apply(step)
-        cuda_state.apply(step)
-        assert torch.equal(cuda_state.token_ids[:ROWS], cpu_state.token_ids)
-        assert torch.equal(cuda_state.block_table[:ROWS], cpu_state.block_table)
-        assert torch.equal(cuda_state.sampling.ints[:ROWS], cpu_state.sampling.ints)
-        assert torch.equal(cuda_state.sampling.floats[:ROWS], cpu_state.sampling.floats)
+        for new in step.new_rows:
+            tokens[new.row, : len(new.token_ids)] = new.token_ids
+            blocks[new.row, : len(new.blocks)] = new.blocks
+        for row, index, block in step.new_blocks:
+            blocks[row, index] = block
+        for row, position, token in step.known_tokens:
+            tokens[row, position] = token
+        for one in (state, reference):
+            one.apply(step)
+            assert one.token_ids[:ROWS].tolist() == tokens.tolist()
+            assert one.block_table[:ROWS].tolist() == blocks.tolist()
+        assert torch.equal(state.sampling.ints, reference.sampling.ints)
+        assert torch.equal(state.sampling.floats, reference.sampling.floats)
         if not len(step.rows):
             continue
-        token_ids, batch = cpu_state.inputs(step)
         n, total = len(step.rows), step.total_tokens
         padded = StepShape(total + rng.randint(0, 9), min(n + 2, ROWS), total, LENGTH)
-        cuda_state.send(step)
-        inputs = cuda_state.expand(padded)
-        actual = inputs.batch
-        assert torch.equal(inputs.token_ids[:total], token_ids)
-        assert torch.equal(actual.positions[:total], batch.positions.int())
-        assert torch.equal(actual.slot_mapping[:total], batch.slot_mapping)
-        assert (actual.slot_mapping[total:] == -1).all()
-        assert torch.equal(actual.query_start_loc[: n + 1], batch.query_start_loc)
-        assert torch.equal(actual.seq_lens[:n], batch.seq_lens)
-        assert (actual.seq_lens[n:] == 0).all()
-        assert torch.equal(actual.rows[:n], batch.rows)
-        assert sorted(actual.order.tolist()) == list(range(padded.num_reqs))
-        in_order = actual.seq_lens[actual.order].tolist()
+        (inputs, batch), (expected, expected_batch) = (
+            (found := one.expand(padded), found.batch)
+            for one in (state, reference)
+            if one.send(step) is None
+        )
+        assert torch.equal(inputs.token_ids, expected.token_ids)
+        for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens", "rows", "order"):
+            assert torch.equal(getattr(batch, name), getattr(expected_batch, name)), name
+        own = np.repeat(step.rows, step.num_tokens)
+        positions = np.concatenate(
+            [np.arange(a, a + c) for a, c in zip(step.num_computed, step.num_tokens, strict=True)]
+        )
+        assert inputs.token_ids[:total].tolist() == tokens[own, positions].tolist()
+        slots = blocks[own, positions // BLOCK] * BLOCK + positions % BLOCK
+        assert batch.slot_mapping[:total].tolist() == slots.tolist()
+        assert (batch.slot_mapping[total:] == -1).all()
+        assert (batch.seq_lens[n:] == 0).all()
+        in_order = batch.seq_lens[batch.order].tolist()
         assert in_order == sorted(in_order, reverse=True)
         wanted = np.where(step.samples, step.num_computed + step.num_tokens, -1)
         assert inputs.sample_positions[:n].tolist() == wanted.tolist()
@@ -151,15 +167,15 @@ def test_the_gpu_runner_samples_as_the_cpu_runner(checkpoint, triton_runs, monke
     def answers() -> list:
         settings = {"max_num_seqs": 5, "block_size": 4, "max_num_batched_tokens": 40}
         llm = LLM(str(checkpoint(name)), device="cpu", attention_backend="torch", **settings)
-        runner = engines.runner(llm)
+        kernels = type(engines.kernels(llm))
         found = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         llm.shutdown()
-        return [type(runner).__name__, *(result.outputs[0] for result in found)]
+        return [kernels, *(result.outputs[0] for result in found)]
 
     expected = answers()
-    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: Kernels())
+    monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: TritonKernels())
     actual = answers()
-    assert (expected[0], actual[0]) == ("ModelRunner", "CudaRunner")
+    assert (expected[0], actual[0]) == (CPUKernels, TritonKernels)
     for a, b in zip(expected[1:], actual[1:], strict=True):
         assert list(a.token_ids) == list(b.token_ids)
     (expected_logprobs,) = (a.logprobs for a in expected[1:] if a.logprobs)
@@ -178,10 +194,10 @@ def test_warm_up_compiles_all_kinds_of_steps(checkpoint, triton_runs, monkeypatc
     """Nothing is compiled here, but steps that would compile run, if they are not padded."""
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
-    kernels = Kernels()
+    kernels = TritonKernels()
     kernels.compiled_side_by_side = lambda num_threads: contextlib.nullcontext()
     monkeypatch.setattr("toolkit.worker.worker.kernels_for", lambda device: kernels)
-    monkeypatch.setattr("toolkit.attention.triton.kernels_for", lambda device: kernels)
+    monkeypatch.setattr("toolkit.attention.triton.triton_kernels_for", lambda device: kernels)
     monkeypatch.setattr(TritonBackend, "unsupported_reason", classmethod(lambda cls, *fit: None))
     settings = {
         "max_num_seqs": 3,

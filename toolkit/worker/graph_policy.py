@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.scheduler import SchedulerOutput
-from toolkit.scheduler.output import IntArray
 
 MIXED_TOKENS = (
     *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), 2560, 3072, 4096, 6144,
@@ -130,7 +129,7 @@ class GraphPolicy:
         if total == len(step.rows):
             size = _least(self.decode_sizes, total)
             return None if size is None else self._decode_shape(size)
-        decodes = num_own_tokens(step) == 1
+        decodes = step.num_own_tokens == 1
         if len(step.num_drafts) and decodes.all():
             size = _least(self.verify_sizes, len(step.rows))
             if size is not None:
@@ -173,11 +172,6 @@ def new_drafter_graphs(shapes: Sequence[StepShape]) -> list[tuple[bool, bool]]:
         if drafts:
             drafted.add(shape.num_reqs)
     return found
-
-
-def num_own_tokens(step: SchedulerOutput) -> IntArray:
-    """Return how many tokens each request has that are no drafts."""
-    return step.num_tokens - step.num_drafts if len(step.num_drafts) else step.num_tokens
 
 
 def _least(sizes: tuple[int, ...], at_least: int) -> int | None:

@@ -1,1 +1,0 @@
-"""Steps on a GPU: CUDA graphs, their inputs, and copies in both directions."""
