@@ -16,6 +16,7 @@ from tests import checkpoints, engines
 from tests.checkpoints import VOCAB
 from tests.models import gated_mix
 from tests.models.own_models import NAME, make_checkpoint
+from tests.speculative.drafting import logged_steps
 from toolkit import LLM
 from toolkit.attention import AttentionBatch
 from toolkit.config import EngineConfig
@@ -127,6 +128,24 @@ def test_states_give_the_right_tokens(
         assert [list(one.outputs[0].token_ids) for one in outputs] == expected
         assert [one.num_cached_tokens for one in outputs] == [0, 0, 0]
     assert (num_preempted() > 0) == ("swap_space" in settings)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("max_num_seqs", "num_shared"), [(5, 24), (4, 24), (3, 24)])
+def test_several_answers_begin_with_the_leaders_state(
+    folder: Path, device: str, max_num_seqs: int, num_shared: int
+) -> None:
+    """The first 24 of 27 tokens fill blocks. The state there has its own slot for a while."""
+    given = {"device": device, "dtype": "float32", "block_size": 4}
+    llm = LLM(str(folder), **given, max_num_seqs=max_num_seqs, max_num_batched_tokens=20)
+    prompt, n = PROMPTS[2], 3
+    assert len(prompt) == 27
+    with logged_steps(llm) as log:
+        [outputs] = checkpoints.generate(llm, [prompt], max_tokens=COUNT, n=n)
+    expected = greedy(folder, prompt)
+    assert [list(one.token_ids) for one in outputs.outputs] == [expected] * n
+    num_computed = sum(step.total_tokens for step, _ in log.steps)
+    assert num_computed == n * (len(prompt) + COUNT - 1) - (n - 1) * num_shared
 
 
 def test_several_answers_have_states_of_their_own(folder: Path) -> None:

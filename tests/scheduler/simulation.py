@@ -4,7 +4,8 @@ A slot of the KV cache holds an id of the token prefix that it was computed from
 equal exactly if all tokens up to them are. Each step's tokens are checked against all earlier
 positions of their row. A block that is shared wrongly, stale, or swapped to the wrong place is
 detected at the first token that would read it. Two layers have slots of different shapes. A row
-may also have a state, the id of all tokens that it has read.
+may also have a state, the id of all tokens that it has read: steps read it in one slot and write
+it in one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from unittest import mock
 
 import numpy as np
@@ -122,7 +124,7 @@ class Device:
                 row = self.rows[number]
                 end = len(row.tokens) - count
                 row.tokens, row.drafts = row.tokens[:end], row.tokens[end:]
-        work = []
+        work, written = [], dict[int, int]()
         for number, count, computed, samples, drafts in zip(
             step.rows.tolist(),
             step.num_tokens.tolist(),
@@ -142,10 +144,17 @@ class Device:
             prefixes = self._prefixes(row, tokens)
             work.append((row, start, start + count, samples, drafts, prefixes))
             if self.states is not None and not self.is_broken:
-                before = prefixes[start - 1] if start else None
-                found = self.states.get(number) if start else None
+                at, before = len(work) - 1, prefixes[start - 1] if start else None
+                read = int(step.state_reads[at])
+                assert (step.state_writes == read).sum() <= (step.state_writes[at] == read), (
+                    "a step reads a slot that another request of the step writes"
+                )
+                found = self.states.get(read) if start else None
                 assert found == before, "a row continues another request's state, or an old one"
-                self.states[number] = prefixes[start + count - 1]
+                written[int(step.state_writes[at])] = prefixes[start + count - 1]
+        if self.states is not None:
+            assert self.is_broken or len(written) == len(work), "each writes a slot of its own"
+            self.states |= written
         # A layer first writes all keys of a step, then reads.
         for row, start, end, _, _, prefixes in work:
             for position in range(start, end):
@@ -295,7 +304,7 @@ def make_scheduler(plan: Plan) -> Scheduler:
             policy=plan.policy,
             num_host_blocks=0 if plan.has_row_states else plan.num_host_blocks,
             enable_prefix_caching=plan.caching,
-            shares_blocks=not plan.has_row_states,
+            has_row_states=plan.has_row_states,
             num_stages=plan.num_stages,
             max_loras=plan.max_loras,
             most_drafts=plan.most_drafts,
@@ -409,9 +418,9 @@ def check_ownership(scheduler: Scheduler) -> None:
     scheduler.check()
     pool = scheduler.pool
     num_holders = [0] * pool.num_blocks
-    for request in scheduler.running:
-        for block in request.blocks:
-            num_holders[block] += 1
+    anchored = [] if scheduler.states is None else scheduler.states.anchored_blocks
+    for block in chain(*(request.blocks for request in scheduler.running), *anchored):
+        num_holders[block] += 1
     assert num_holders == list(map(pool.num_references, range(pool.num_blocks)))
     assert pool.num_free == num_holders.count(0)
     for request in scheduler.running:
@@ -435,6 +444,8 @@ def check_all_is_free(scheduler: Scheduler, plan: Plan) -> None:
     assert not any(scheduler.adapters.num_users(adapter_of(one)) for one in plan.requests)
     assert scheduler.num_waiting == scheduler.num_steps_in_flight == 0
     assert scheduler.schedule() is None
+    if scheduler.states is not None:
+        assert not scheduler.states.anchored_blocks
 
 
 def make_request(

@@ -27,6 +27,7 @@ from tests.scheduler.simulation import (
 from toolkit.scheduler import FinishReason, ModelOutput, Request, Scheduler
 from toolkit.scheduler.blocks.block_pool import BlockPool
 from toolkit.scheduler.blocks.block_tables import BlockTables
+from toolkit.scheduler.states import StateSlots
 
 thorough = settings(
     max_examples=40,
@@ -232,6 +233,21 @@ def share_with_row_states(tables: BlockTables, request: Request) -> list[int]:
     return FIND_CACHED(tables, request)
 
 
+def keep_a_state_in_place(states: StateSlots, request: Request) -> int:
+    read = GO_ON(states, request)
+    if read != request.state_slot:
+        states._free.append(request.state_slot)
+        request.state_slot = read
+    return read
+
+
+def free_what_is_read(states: StateSlots, leader: Request) -> None:
+    DROP(states, leader)
+    states._free += states._read
+    states._read = []
+
+
+GO_ON, DROP = StateSlots.go_on, StateSlots._drop
 RELEASE, SWAP_OUT, FIND_CACHED = BlockPool.release, BlockTables.swap_out, BlockTables.find_cached
 MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
     "a block is not released": (BlockPool, "release", leak_the_last_block, {}),
@@ -246,10 +262,19 @@ MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
     "a state is expected in a cached block": (
         BlockTables, "find_cached", share_with_row_states, {"has_row_states": True}
     ),
+    "a leader writes the state that siblings read": (
+        StateSlots, "go_on", keep_a_state_in_place, {"has_row_states": True}
+    ),
+    "a slot is written while another request reads it": (
+        StateSlots, "_drop", free_what_is_read,
+        {"has_row_states": True, "num_blocks": 40, "max_num_seqs": 7},
+    ),
 }  # fmt: skip
 
 
-FOUND = "accounts are wrong|a row reads another|a row continues another"
+FOUND = (
+    "accounts are wrong|a row reads another|a row continues another|a step reads a slot|slots are"
+)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -259,7 +284,13 @@ def test_planted_mistakes_in_the_accounts_are_found(monkeypatch, mistake):
         make_request(f"{i}", [2] * 8 + [i] * 2, max_tokens=20, ignore_eos=True, seed=i)
         for i in range(5)
     ]
-    plan = Plan(num_blocks=12, arrivals=[(0, requests[:4]), (9, requests[4:])], **settings)
+    late = 9
+    if owner is StateSlots:  # siblings, and a request that begins in the same step as the last
+        late = 1
+        for request in requests[1:4]:
+            request.leader = requests[0]
+    settings = {"num_blocks": 12, "arrivals": [(0, requests[:4]), (late, requests[4:])]} | settings
+    plan = Plan(**settings)
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises((AssertionError, RuntimeError), match=FOUND):
         run(plan)
@@ -459,13 +490,16 @@ def test_a_request_larger_than_the_cache_is_refused():
     assert scheduler.num_unfinished == 0
 
 
-def test_siblings_wait_for_their_leader_and_then_share_its_prompt():
+@pytest.mark.parametrize("has_row_states", [False, True])
+def test_siblings_wait_for_their_leader_and_then_share_its_prompt(has_row_states):
     leader = make_request("0/0", [2] * 17, max_tokens=8, ignore_eos=True)
     others = [
         make_request(f"0/{i}", [2] * 17, max_tokens=8, ignore_eos=True, leader=leader, seed=i)
         for i in (1, 2)
     ]
-    plan = Plan(budget=6, num_blocks=40, arrivals=[(0, [leader, *others])])
+    plan = Plan(
+        budget=6, num_blocks=40, has_row_states=has_row_states, arrivals=[(0, [leader, *others])]
+    )
     outcome = run(plan)
     check_answers(plan, allowed=set())
     assert [request.num_cached_tokens for request in (leader, *others)] == [0, 16, 16]

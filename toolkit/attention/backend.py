@@ -36,6 +36,9 @@ class AttentionBatch:
     The last layer skips the others after attention."""
     when_kept: Callable[[], None] | None = None
     """Is called when only the `wanted` tokens are left: products that follow have no others."""
+    state_reads: torch.Tensor | None = None
+    """[num_reqs], slot of each request's state. None: the model has no memory of rows."""
+    state_writes: torch.Tensor | None = None  # [num_reqs], slot of its state after the step
     verifies: bool = False
     """Requests have their newest token and drafts, up to `max_query_len` in all, and no prompt."""
     is_adapted: bool = False  # some requests have LoRA adapters
@@ -50,7 +53,9 @@ class AttentionBatch:
 
     @property
     def is_first(self) -> torch.Tensor:
-        """True for requests whose first token is in this step, [num_reqs], on the device."""
+        """True for requests whose first token is in this step, [num_reqs], on the device.
+
+        Their states begin with zeros, whatever is in the slot that they read."""
         lengths = self.query_start_loc[1:] - self.query_start_loc[:-1]
         return self.seq_lens <= lengths
 

@@ -71,7 +71,7 @@ class EngineCore:
             policy=config.scheduler.scheduling_policy,
             num_host_blocks=info.num_host_blocks,
             enable_prefix_caching=config.cache.enable_prefix_caching and info.chunks_prompts,
-            shares_blocks=not info.has_row_states,
+            has_row_states=info.has_row_states,
             chunks_prompts=info.chunks_prompts,
             num_stages=config.parallel.pipeline_parallel_size,
             max_loras=config.lora.max_loras,

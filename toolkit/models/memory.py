@@ -48,8 +48,9 @@ class TokenMemory:
 class RowMemory:
     """Memory of a fixed size for each running request, such as a recurrent state.
 
-    A layer finds a request's by `AttentionBatch.rows`, and starts from zeros where the step has the
-    request's first token: `AttentionBatch.is_first`."""
+    A layer reads a request's in slot `AttentionBatch.state_reads` and writes it in slot
+    `state_writes`. It starts from zeros where the step has the request's first token (`is_first`).
+    """
 
     parts: tuple[Part, ...]
 
@@ -62,7 +63,7 @@ class MemoryLayout:
     """Memory of layers on one rank. A block number finds the tokens of all layers.
 
     Each layer has tensors of its own shape: [blocks, block size, heads, size] for each part of its
-    memory of tokens, [requests, heads, size] for each part of its memory of rows."""
+    memory of tokens, [slots, heads, size] for each part of its memory of rows."""
 
     layers: tuple[Memory, ...]
     block_size: int  # tokens

@@ -85,6 +85,12 @@ class Model(nn.Module, abc.ABC):
         """Memory of this rank's layers."""
         return [keeper.memory for keeper in self.keepers()]
 
+    @property
+    def query_size(self) -> int:
+        """Query heads times head size, summed over this rank's attention layers."""
+        shapes = [one.shape for one in self.keepers() if isinstance(one, PagedAttention)]
+        return sum(shape.num_heads * shape.head_size for shape in shapes)
+
     def with_few_layers(self) -> AbstractContextManager[None]:
         """Run as few layers inside the block as launch the kernels of all."""
         return nullcontext()

@@ -62,6 +62,10 @@ class SchedulerOutput:
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
     """[num_new, 3]: row, index in its block table, block. For rows that had blocks before."""
+    state_reads: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """State slot that each request reads (`scheduler.states`). Empty: the model has no states."""
+    state_writes: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """State slot that each request writes, mostly the same."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     adapters: list[tuple[int, str]] = field(default_factory=list)

@@ -7,10 +7,11 @@ from toolkit.scheduler.blocks.block_tables import BlockTables
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
 from toolkit.scheduler.places import Places
 from toolkit.scheduler.queue import RequestQueue, Suspects
-from toolkit.scheduler.request import Request, RequestStatus
+from toolkit.scheduler.request import NO_SLOT, Request, RequestStatus
 from toolkit.scheduler.rows import Rows
 from toolkit.scheduler.running import RunningRequests
 from toolkit.scheduler.speculation import StepCosts
+from toolkit.scheduler.states import StateSlots
 from toolkit.scheduler.stats import StatsRecorder
 from toolkit.scheduler.step import (
     Allotment,
@@ -43,6 +44,7 @@ class Planner:
         rows: Rows,
         blocks: BlockTables,
         adapters: Places[Request],
+        states: StateSlots | None,
         stats: StatsRecorder,
     ) -> None:
         self.in_flight: dict[int, StepInFlight] = {}
@@ -55,12 +57,15 @@ class Planner:
         self._rows = rows
         self._blocks = blocks
         self._adapters = adapters
+        self._states = states
         self._stats = stats
         self._num_steps = 0
 
     def plan(self) -> SchedulerOutput | None:
         """Return the next step, or None if all wait for the tokens of steps in flight."""
         self._requeue_waiting()
+        if self._states is not None:
+            self._states.begin_step(self._num_steps)
         limits = self._limits
         step = StepBuilder(budget=limits.max_num_batched_tokens)
         if limits.num_stages > 1:
@@ -93,6 +98,9 @@ class Planner:
             wanted[decoding[self._stage_share(len(decoding)) :]] = 0
         decodes = wanted == 1
         all_decode = np.count_nonzero(decodes) == len(decodes)
+        if self._states is not None:
+            left = rows.boundary.take(where) - computed
+            wanted = np.where((left > 0) & (left < wanted), left, wanted)
         num_drafts = None
         if limits.most_drafts > 0 and np.count_nonzero(rows.drafts.take(where)) > 0:
             num_drafts = self._num_drafts(where, wanted, limits.most_drafts)
@@ -147,6 +155,9 @@ class Planner:
             total = int(np.add.reduce(part.num_tokens))
         where = part.rows
         num_sampled = 1 if part.num_drafts is None else 1 + part.num_drafts
+        if self._states is not None:
+            for index in np.flatnonzero(part.num_computed == rows.boundary.take(where)).tolist():
+                self._choose_slots(part.requests[index], step)
         rows.computed[where], rows.tokens[where], rows.in_flight[where] = (
             end,
             tokens + num_sampled,
@@ -214,6 +225,8 @@ class Planner:
                     self._grow(request, request.row, new, step)
                     self._rows.capacity[request.row] += len(new) * blocks.block_size
                 return True
+            if self._states is not None and self._states.drop_anchors():
+                continue
             victim = self._running.requests[-1]
             step.swap_out += self._running.preempt(victim)
             step.preempted = True
@@ -290,6 +303,8 @@ class Planner:
         if suspect is not None:
             return request is suspect
         leader = request.leader
+        if self._states is not None:
+            return self._states.is_ready(request)
         if leader is None or leader.is_finished:
             return True
         if leader.wants_prompt_logprobs:  # they are reported before the siblings begin
@@ -303,17 +318,25 @@ class Planner:
 
         Return False, with nothing changed, if there are too few blocks."""
         is_swapped = request.status is RequestStatus.SWAPPED
-        cached = [] if is_swapped else self._blocks.find_cached(request)
+        if is_swapped:
+            cached = []
+        elif self._states is not None and (anchor := self._states.anchor_of(request)) is not None:
+            cached = anchor.blocks
+        else:
+            cached = self._blocks.find_cached(request)
         num_computed = (
             request.num_computed_tokens if is_swapped else len(cached) * self._blocks.block_size
         )
         num_tokens = request.num_tokens - num_computed
+        if self._states is not None and (end := self._states.boundary(request)) > num_computed:
+            num_tokens = end - num_computed
         if num_tokens > step.budget:
             if self._limits.chunks_prompts:
                 num_tokens = step.budget
             elif step.num_requests:
                 return False
-        if not self._blocks.begin(request, cached, num_computed + num_tokens):
+        read = self._begin(request, cached, num_computed + num_tokens)
+        if read is None:
             return False
         if is_swapped:
             step.swap_in += self._blocks.swap_in(request)
@@ -323,8 +346,32 @@ class Planner:
             self._stats.current.prefix_cache_hits += num_computed
         request.num_computed_tokens = num_computed
         step.new_rows.append(self._new_row(request, step))
+        if read != request.state_slot:
+            step.state_reads[request.row] = read
         self._take(request, num_tokens, step)
         return True
+
+    def _begin(self, request: Request, cached: list[int], num_tokens: int) -> int | None:
+        """Give a request its first blocks, and a state slot. Return the slot that it reads first.
+
+        None, with nothing changed: there are too few."""
+        states = self._states
+        if not self._blocks.begin(request, cached, num_tokens):
+            if states is not None:
+                states.drop_anchors()  # they may have the blocks that lack
+            return None
+        read = NO_SLOT if states is None else states.enter(request)
+        if read is None:
+            self._blocks.release(request)
+        return read
+
+    def _choose_slots(self, request: Request, step: StepBuilder) -> None:
+        """Choose the state slots of a request's next tokens."""
+        if self._states is not None and request.row not in step.state_reads:
+            read = self._states.go_on(request)
+            if read != request.state_slot:
+                step.state_reads[request.row] = read
+                self._rows.state_slots[request.row] = request.state_slot
 
     def _new_row(self, request: Request, step: StepBuilder) -> NewRow:
         """Make a request run, and return its initial state."""
@@ -349,6 +396,7 @@ class Planner:
 
     def _take(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
         """Put `num_tokens` of a request into the step."""
+        self._choose_slots(request, step)
         behind = request.num_tokens_to_compute
         samples, num_drafts = behind <= num_tokens, max(0, num_tokens - behind)
         step.add(request, num_tokens, samples, num_drafts)
@@ -371,6 +419,11 @@ class Planner:
             adapters=step.adapters,
             prompt_logprobs=step.prompt_logprobs,
         )
+        if self._states is not None:
+            output.state_writes = rows.state_slots.take(part.rows)
+            output.state_reads = output.state_writes.copy()
+            for row, slot in step.state_reads.items():
+                output.state_reads[part.rows == row] = slot
         if self._limits.most_drafts:
             output.drafts = self._pays_to_draft(part.rows[part.samples])
             rows.has_drafted[part.rows] = output.drafts

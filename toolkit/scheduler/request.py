@@ -19,6 +19,7 @@ COMPUTED, TOKENS, IN_FLIGHT, ACCEPTED, REJECTED = range(5)
 were accepted and rejected."""
 NUM_COUNTS = 5
 MAX_DRAFTS = 2**31 - 1
+NO_SLOT = -1
 
 
 class RequestStatus(enum.Enum):
@@ -35,6 +36,18 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     ERROR = "error"
     INVALID = "invalid"  # an error of the request: its constraints allow no further token
+
+
+@dataclass(slots=True)
+class Anchor:
+    """State of a leader (n > 1) at the last block boundary within its prompt, which is kept.
+
+    Its siblings begin there, with the leader's blocks. A slot that a step reads is not written by
+    another request of the same step."""
+
+    slot: int
+    blocks: list[int]
+    last_read: int  # number of the last step that reads it
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +77,9 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
+    state_slot: int = NO_SLOT  # where its steps write its state; see `states.StateSlots`
+    num_followers: int = 0  # siblings that may begin with its state at a boundary
+    anchor: Anchor | None = None  # that state
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     blocks: list[int] = field(default_factory=list)

@@ -36,6 +36,8 @@ class Rows:
         self.computed, self.tokens, self.in_flight = self.counts[:3]
         self.prompts = np.zeros(num_rows, np.int32)  # tokens of the prompt
         self.capacity = np.zeros(num_rows, np.int32)  # tokens that the row's blocks hold
+        self.state_slots = np.zeros(num_rows, np.int32)  # that the row's steps write
+        self.boundary = np.zeros(num_rows, np.int32)  # tokens where a step has to end; 0: none
         self.limit = np.zeros(num_rows, np.int32)  # number of tokens with which the request ends
         self.stops_from = np.zeros(num_rows, np.int32)
         """Number of tokens from which on a stop token ends it."""

@@ -10,6 +10,7 @@ from toolkit.scheduler.places import Places
 from toolkit.scheduler.queue import RequestQueue
 from toolkit.scheduler.request import Request, RequestStatus
 from toolkit.scheduler.rows import Rows
+from toolkit.scheduler.states import StateSlots
 from toolkit.scheduler.stats import StatsRecorder
 from toolkit.scheduler.step import RunningBatch
 
@@ -23,15 +24,17 @@ class RunningRequests:
         rows: Rows,
         blocks: BlockTables,
         adapters: Places[Request],
+        states: StateSlots | None,
         stats: StatsRecorder,
     ) -> None:
-        """`queue`: preempted requests wait there."""
+        """`queue`: preempted requests wait there. `states`: None if the model has none."""
         self.requests: list[Request] = []
         """Read only."""
         self._queue = queue
         self._rows = rows
         self._blocks = blocks
         self._adapters = adapters
+        self._states = states
         self._stats = stats
         self._batch: RunningBatch | None = None  # None if `requests` changed since it was made
 
@@ -54,6 +57,9 @@ class RunningRequests:
         """Give a row, from this step on, to a request that has its blocks and its adapter."""
         request.status = RequestStatus.RUNNING
         self._rows.place(request, step)
+        if self._states is not None:
+            self._rows.state_slots[request.row] = request.state_slot
+            self._rows.boundary[request.row] = self._states.boundary(request)
         bisect.insort(self.requests, request, key=self._queue.rank)
         self._batch = None
 
@@ -85,5 +91,7 @@ class RunningRequests:
         self._blocks.release(request)
         if request.spec.adapter is not None:
             self._adapters.leave(request.spec.adapter.key)
+        if self._states is not None:
+            self._states.leave(request)
         self._rows.leave(request)
         self._batch = None

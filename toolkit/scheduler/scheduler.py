@@ -15,6 +15,7 @@ from toolkit.scheduler.results import TokenAppender
 from toolkit.scheduler.rows import NO_TOKEN, Rows
 from toolkit.scheduler.running import RunningRequests
 from toolkit.scheduler.speculation import UNKNOWN_TIMES, StepCosts, StepTimes
+from toolkit.scheduler.states import StateSlots
 from toolkit.scheduler.stats import EngineStats, StatsRecorder
 from toolkit.scheduler.step import StepLimits, StepResults
 from toolkit.sequence import Adapter
@@ -41,7 +42,7 @@ class Scheduler:
         policy: str = "fcfs",
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
-        shares_blocks: bool = True,
+        has_row_states: bool = False,
         chunks_prompts: bool = True,
         num_stages: int = 1,
         max_loras: int = 0,
@@ -51,12 +52,13 @@ class Scheduler:
     ) -> None:
         """`chunks_prompts`, `num_stages`: see `StepLimits`.
 
-        `shares_blocks`: a request can begin with another's blocks, or its own from before.
+        `has_row_states`: requests have states next to their blocks. A request then begins with
+        another's blocks only as a sibling (n > 1), and never with its own from before.
 
         `max_loras`: adapters that running requests may have.
         `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
         do."""
-        self.enable_prefix_caching = enable_prefix_caching and shares_blocks
+        self.enable_prefix_caching = enable_prefix_caching and not has_row_states
         self.ended_with_adapter: list[Request] = []
         """Requests that had an adapter. The owner empties it."""
         self._requests: dict[str, Request] = {}
@@ -72,15 +74,21 @@ class Scheduler:
         )
         self._queue = RequestQueue(policy)
         self._suspects = Suspects()
-        self._blocks = BlockTables(num_blocks, num_host_blocks, block_size, shares=shares_blocks)
+        self._blocks = BlockTables(
+            num_blocks, num_host_blocks, block_size, shares=not has_row_states
+        )
         self.pool, self.host_pool = self._blocks.pool, self._blocks.host_pool
         self.rows = Rows(
             max_num_seqs, block_size, max_model_len, most_drafts, step_times.idle_fading
         )
         self.adapters = Places[Request](max_loras)
         """The devices' places for adapters, by the adapters' keys."""
+        self.states: StateSlots | None = None
+        """Slots of the devices for requests' states. None: the model has none."""
+        if has_row_states:
+            self.states = StateSlots(max_num_seqs, block_size, self.pool)
         self.running = RunningRequests(
-            self._queue, self.rows, self._blocks, self.adapters, self._stats
+            self._queue, self.rows, self._blocks, self.adapters, self.states, self._stats
         )
         self.planner = Planner(
             self._limits,
@@ -91,6 +99,7 @@ class Scheduler:
             rows=self.rows,
             blocks=self._blocks,
             adapters=self.adapters,
+            states=self.states,
             stats=self._stats,
         )
         self._appender = TokenAppender(self.rows, self._stats, self._finish)
@@ -110,6 +119,8 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.id] = request
+        if self.states is not None:
+            self.states.add(request)
         if request.spec.adapter is not None:
             self._num_by_adapter[request.spec.adapter] += 1
         if is_queued:
@@ -162,6 +173,8 @@ class Scheduler:
             self._num_by_adapter[adapter] -= 1
             if not self._num_by_adapter[adapter]:
                 del self._num_by_adapter[adapter]
+        if self.states is not None:
+            self.states.unfollow(request)
         self._suspects.remove(request)
 
     # ---- steps
@@ -179,7 +192,7 @@ class Scheduler:
         """Return the requests of a step in flight that a grammar constrains, with their drafts.
 
         A step that was planned before its drafts were known may verify more than there are.
-        Missing ones are token 0 on a GPU; on a CPU no token after them is kept."""
+        Missing ones are token 0."""
         requests = self.planner.in_flight[output.step].requests
         found = []
         for index in output.constrained.tolist():
@@ -255,6 +268,8 @@ class Scheduler:
                 request.status = RequestStatus.PREEMPTED
         self.pool.evict_all()
         self.adapters.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def _clear_suspect(self, request: Request) -> None:
         """Requeue a suspect that caught up alone, so that the next one has the whole cache."""
@@ -264,12 +279,14 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise RuntimeError if a block or a row is lost, or has more users than it counts."""
-        requests = self._requests.values()
+        requests, states = self._requests.values(), self.states
+        anchored = [] if states is None else states.anchored_blocks
         rows = sorted((*self.rows.free, *(request.row for request in self.running)))
         problem = (
-            self.pool.problem(request.blocks for request in requests)
+            self.pool.problem([*(request.blocks for request in requests), *anchored])
             or self.host_pool.problem(request.host_blocks for request in requests)
             or (None if rows == list(range(len(rows))) else f"rows are free or held: {rows}")
+            or (None if states is None else states.problem(self.running.requests))
         )
         if problem is not None:
             raise RuntimeError(f"the scheduler's accounts are wrong: {problem}")

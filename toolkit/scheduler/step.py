@@ -138,6 +138,8 @@ class StepBuilder:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     adapters: list[tuple[int, str]] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
+    state_reads: dict[int, int] = field(default_factory=dict)
+    """State slots by row, of requests that read another one than they write."""
     preempted: bool = False
 
     @property

@@ -61,8 +61,10 @@ class BatchState:
         processors: Loaded = NO_PROCESSORS,
         active: StepActive | None = None,
         most_step_drafts: int = 0,
+        *,
+        has_states: bool = False,
     ) -> None:
-        """active: LoRA adapters, if there are any.
+        """active: LoRA adapters, if there are any. has_states: layers have memory of rows.
 
         most_step_drafts: that a step verifies. 0 before the last pipeline stage, which gets all
         lengths, tokens and drafts with the step."""
@@ -82,6 +84,8 @@ class BatchState:
         self.verifies = most_step_drafts > 0
         if self.verifies:
             sizes += [num_rows + 1, num_rows]
+        self._has_states = has_states
+        sizes += [num_rows] * (2 * has_states)
         if active is not None:
             # Kernels are compiled for adapters' buffers that begin at 16 bytes.
             sizes += [-sum(sizes) % 4, -(-num_rows // 4) * 4, 2 + active.num_slots]
@@ -91,6 +95,8 @@ class BatchState:
         self._rows, self._query_start_loc, self._seq_lens, self._sample_positions = split[:4]
         self._order, self.later = split[4:6]
         """`later`: rows of logits of the requests that sample later, padded with -1."""
+        self._state_slots = split[6 + 2 * self.verifies :][:2] if has_states else (None, None)
+        """Those that requests read, and write."""
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
@@ -223,6 +229,11 @@ class BatchState:
             ends[n:] = 0
             firsts[: n + 1] = step.first_points
             firsts[n + 1 :] = firsts[n]
+        if self._has_states:
+            # The last slot belongs to the padding.
+            reads, writes = others[2 * self.verifies :][:2]
+            reads[n:] = writes[n:] = size
+            reads[:n], writes[:n] = step.state_reads, step.state_writes
         if self.active is not None:
             index, used = others[-2:]
             self.active.pack(self.adapters[step.rows], index, used)
@@ -296,6 +307,7 @@ class BatchState:
         out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
         tables = self.token_ids, self.block_table, self.block_size
         self._expand(rows, starts, lens, *tables, out, adapters, ahead)
+        reads, writes = self._state_slots
         batch = AttentionBatch(
             positions=out[1],
             slot_mapping=out[2],
@@ -306,6 +318,8 @@ class BatchState:
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
             live=out[2],
+            state_reads=None if reads is None else reads[:n],
+            state_writes=None if writes is None else writes[:n],
             is_adapted=shape.is_adapted,
             verifies=shape.verifies,
             order=self._order[:n],

@@ -18,24 +18,24 @@ SWAP_PIECE = 2**26  # bytes per copy between device and host
 
 
 class RowStates:
-    """The tensors of layers' memory of rows: [num_rows, heads, size]."""
+    """The tensors of layers' memory of rows: [num_slots, heads, size]."""
 
-    def __init__(self, model: Model, *, num_rows: int, device: torch.device) -> None:
+    def __init__(self, model: Model, *, num_slots: int, device: torch.device) -> None:
         self._tensors: list[torch.Tensor] = []
         for keeper in model.keepers():
             if isinstance(memory := keeper.memory, RowMemory):
                 types = (torch.float32 if part.in_float32 else model.dtype for part in memory.parts)
                 own = [
-                    torch.zeros(num_rows, part.num_heads, part.size, dtype=dtype, device=device)
+                    torch.zeros(num_slots, part.num_heads, part.size, dtype=dtype, device=device)
                     for part, dtype in zip(memory.parts, types, strict=True)
                 ]
                 self._tensors += own
                 keeper.bind(*own)
 
-    def spoil(self, rows: Sequence[int]) -> None:
-        """Fill rows with NaN, so that a read of an earlier request's state shows."""
+    def spoil(self, slots: Sequence[int]) -> None:
+        """Fill slots with NaN, so that a read of an earlier request's state shows."""
         for tensor in self._tensors:
-            tensor[list(rows)] = math.nan
+            tensor[list(slots)] = math.nan
 
 
 class KVCache:

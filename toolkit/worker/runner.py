@@ -86,7 +86,7 @@ class Runner:
         self.adapters, self.device = adapters, state.device
         self.caches, self._computing = caches, computing
         caches[0].bind(model, backends)
-        self._states = RowStates(model, num_rows=len(state.block_table), device=state.device)
+        self._states = RowStates(model, num_slots=len(state.block_table), device=state.device)
         self._spoils = checks_memory()
         if not model.stage.is_first:
             shape = state.max_tokens, model.hidden_size
@@ -165,7 +165,9 @@ class Runner:
         if blocks:
             for cache in self.caches:
                 cache.spoil(blocks)
-        self._states.spoil([new.row for new in step.new_rows])
+        if len(step.state_writes):
+            kept = step.state_reads[step.num_computed > 0]
+            self._states.spoil(np.setdiff1d(step.state_writes, kept).tolist())
 
     def _run(
         self, shape: StepShape, keeps_hidden: bool, samples: bool

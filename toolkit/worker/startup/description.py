@@ -4,10 +4,8 @@ import logging
 
 import torch
 
-from toolkit.attention import Attention
 from toolkit.config import Speculation
 from toolkit.models.memory import MemoryLayout
-from toolkit.models.model import Model
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.runner import Runner
 from toolkit.worker.startup.cache_sizing import CacheSize
@@ -41,7 +39,7 @@ def describe_worker(
         has_row_states=bool(layout.row_bytes),
         world_size=setup.place.world.size,
         async_scheduling=device.type == "cuda" if wanted is None else wanted,
-        attention_size=_attention_size(loaded.model),
+        attention_size=loaded.model.query_size,
     )
 
 
@@ -55,8 +53,3 @@ def describe_drafter(
     drafter = runner.drafter
     if drafter is not None and runner.policy.captures and not drafter.is_capturable:
         logger.warning("the drafter runs without CUDA graphs: its code may wait for the GPU")
-
-
-def _attention_size(model: Model) -> int:
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    return sum(layer.shape.num_heads * layer.shape.head_size for layer in layers)

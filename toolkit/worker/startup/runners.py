@@ -103,6 +103,7 @@ class RunnerFactory:
             self._processors,
             active,
             policy.most_step_drafts if is_last else 0,
+            has_states=bool(self.layout.row_bytes),
         )
         caches = [self._cache(self.layout, size, size.num_blocks)]
         drafter: Drafter | None = None

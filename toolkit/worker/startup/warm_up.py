@@ -267,6 +267,7 @@ class WarmUp:
                 for row in range(num_requests)
             ],
         )
+        step.state_reads = step.state_writes = step.rows
         if is_constrained:
             step.constrained = np.arange(num_requests)
         pending = self._runner.execute(step)
