@@ -108,8 +108,8 @@ def greedy(folder: Path, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"max_num_batched_tokens": 8},
+        {"num_gpu_blocks_override": 80},
+        {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 8},
         {"num_gpu_blocks_override": 18, "swap_space": 0.01},
     ],
     ids=["plain", "chunks", "preemption"],
@@ -136,7 +136,7 @@ def test_several_answers_begin_with_the_leaders_state(
     folder: Path, device: str, max_num_seqs: int, num_shared: int
 ) -> None:
     """The first 24 of 27 tokens fill blocks. The state there has its own slot for a while."""
-    given = {"device": device, "dtype": "float32", "block_size": 4}
+    given = {"device": device, "dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 80}
     llm = LLM(str(folder), **given, max_num_seqs=max_num_seqs, max_num_batched_tokens=20)
     prompt, n = PROMPTS[2], 3
     assert len(prompt) == 27
