@@ -123,7 +123,7 @@ def rank_pids(llm: LLM) -> list[int]:
 
 def cores(llm: LLM) -> list[Any]:
     """Return the clients of a data-parallel engine's cores."""
-    return llm._core._cores
+    return [core.link for core in llm._core._pool.cores]
 
 
 def count_stats(llm: LLM, name: str) -> Callable[[], float]:

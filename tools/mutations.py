@@ -346,8 +346,8 @@ MUTATIONS = (
         "serving",
         "requests-of-dead-workers-run-on",
         "toolkit/serving/supervisor.py",
-        "core.client.send(ClientGone(worker.client))",
-        "core.client.send(ClientGone(core.index))",
+        "core.link.send(ClientGone(worker.client))",
+        "core.link.send(ClientGone(core.index))",
         ("tests/serving/test_workers.py",),
     ),
     Mutation(

@@ -78,7 +78,7 @@ async def scripted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Async
     monkeypatch.setattr(replica, "STEP_MAX_AGE", -1.0)
     llm, core = AsyncLLM("no-model"), ScriptedCore()
     llm.connect_cores([(core, INFO)], types.SimpleNamespace(tokenizer=None))
-    llm.start_reading()
+    llm.cores.watch(0)
     yield llm, core
     await llm.shutdown()
 
@@ -149,17 +149,17 @@ async def test_core_deaths_count_only_for_requests_open_at_the_time(scripted):
     """A request submitted while no core runs does not count the earlier death."""
     llm, core = scripted
     before = llm.start_request(request("before"))
-    llm.fail_over(0)
+    llm.cores.pause(0)
     later = llm.start_request(request("later"))
-    llm.replace_core(0, core, INFO)
+    llm.cores.replace(0, core, INFO)
     for _ in range(2):
         assert llm.num_unfinished == 2
-        llm.fail_over(0)
-        llm.replace_core(0, core, INFO)
+        llm.cores.pause(0)
+        llm.cores.replace(0, core, INFO)
     with pytest.raises(EngineError, match="died 3 times"):
         await anext(before)
     assert llm.num_unfinished == 1
-    llm.fail_over(0)
+    llm.cores.pause(0)
     with pytest.raises(EngineError, match="died 3 times"):
         await anext(later)
 
@@ -169,9 +169,9 @@ async def test_answers_share_the_prompt_after_a_restart(scripted, checkpoint):
     llm, core = scripted
     llm.start_request(request("four", prompt=list(range(64)), n=4))
     await core.say(EngineOutputs([EngineOutput(number, [number + 5]) for number in range(4)]))
-    llm.fail_over(0)
+    llm.cores.pause(0)
     core.received.clear()
-    llm.replace_core(0, core, INFO)
+    llm.cores.replace(0, core, INFO)
     assert [(rest.num_sequences, rest.output_token_ids) for rest in core.received] == [
         (1, [n + 5]) for n in range(4)
     ]

@@ -58,7 +58,7 @@ async def test_tokens_and_logprobs_of_both_engines_match_transformers(checkpoint
             ]
 
         results = await asyncio.gather(*(answer(prompt) for prompt in prompts))
-        assert [info.world_size for info in (one.info for one in llm.replicas)] == [tensor] * 2
+        assert [one.info.world_size for one in llm.cores.cores] == [tensor] * 2
         for engine in ("0", "1"):
             labels = {"model_name": str(checkpoint(name)), "engine": engine}
             ended = {**labels, "finished_reason": "length"}
@@ -84,7 +84,7 @@ async def scripted() -> AsyncIterator[Pair]:
 
     llm.connect_cores([(core, INFO) for core in cores], Inputs())
     for index in range(2):
-        llm.start_reading(index)
+        llm.cores.watch(index)
     yield llm, *cores
     await llm.shutdown()
 
@@ -102,7 +102,7 @@ async def test_requests_of_a_dead_core_move_to_the_other_at_once(scripted: Pair)
     await first.say(EngineOutputs([EngineOutput(number, [5]), EngineOutput(number + 1, [6])]))
     before = numbers(second)
     second.received.clear()
-    llm.fail_over(0)
+    llm.cores.pause(0)
     rest = [message for message in second.received if isinstance(message, EngineRequest)]
     assert [
         (one.number, one.output_token_ids) for one in rest if one.number in (number, number + 1)
@@ -116,7 +116,7 @@ async def test_requests_of_a_dead_core_move_to_the_other_at_once(scripted: Pair)
     assert second.received[-1] == Abort([number, number + 1], 0)
 
     third = ScriptedCore()
-    llm.replace_core(0, third, INFO)
+    llm.cores.replace(0, third, INFO)
     assert third.received == [], "no request waited for it"
     llm.start_request(request("late"))
     assert len(third.received) == 1, "it has the least load"
@@ -130,10 +130,10 @@ async def test_cores_that_die_together_count_as_one_death() -> None:
 
     llm.connect_cores([(core, INFO) for core in cores], Inputs())
     streams = [llm.start_request(request(str(i), prompt=[i] * 20)) for i in range(8)]
-    llm.fail_over(0, 1, 2)
+    llm.cores.pause(0, 1, 2)
     assert len(numbers(cores[3])) == 8
     assert max(stream.num_deaths for stream in streams) == 1
-    llm.fail_over(1)  # reported again
+    llm.cores.pause(1)  # reported again
     assert max(stream.num_deaths for stream in streams) == 1
     await llm.shutdown()
 
@@ -144,8 +144,8 @@ async def test_moved_requests_do_not_count_as_uncomputed_prompts(scripted: Pair)
     index = 0 if numbers(first) else 1
     core = (first, second)[index]
     await core.say(EngineOutputs([EngineOutput(stream.request.number, [5])]))
-    llm.fail_over(index)
-    llm.replace_core(index, ScriptedCore(), INFO)
+    llm.cores.pause(index)
+    llm.cores.replace(index, ScriptedCore(), INFO)
     for i in range(4):
         llm.start_request(request(str(i), prompt=[i] * 20))
     moved = (first, second)[1 - index]
@@ -204,11 +204,11 @@ async def test_requests_without_a_core_wait_for_the_first_replacement(
     llm, *before = scripted
     llm.start_request(request("one"))
     for index, core in enumerate(before):
-        llm.fail_over(index)
+        llm.cores.pause(index)
         core.received.clear()
     llm.start_request(request("later"))
     third = ScriptedCore()
-    llm.replace_core(1, third, INFO)
+    llm.cores.replace(1, third, INFO)
     assert numbers(third) == [0, 1]
     assert [core.received for core in before] == [[], []]
 
@@ -217,7 +217,7 @@ async def test_messages_of_a_dead_core_are_dropped(scripted: Pair) -> None:
     llm, first, second = scripted
     stream = llm.start_request(request("one"))
     core, index = (first, 0) if numbers(first) else (second, 1)
-    llm.fail_over(index)
+    llm.cores.pause(index)
     core._says.put_nowait(EngineOutputs([EngineOutput(stream.request.number, [5])]))
     for _ in range(5):
         await asyncio.sleep(0)
@@ -232,10 +232,10 @@ async def test_a_server_continues_without_a_lost_engine(
     for core in scripted[1:]:
         await core.say(EngineOutputs(stats=EngineStats(num_sampled=1)))
     await llm.check()
-    llm.fail_over(0)
+    llm.cores.pause(0)
     await llm.check()  # a restarting engine is ignored while another is healthy
     await llm.check_some()
-    llm.remove_core(0, EngineDeadError("Engine 0: out of everything."))
+    llm.cores.remove(0, EngineDeadError("Engine 0: out of everything."))
     with pytest.raises(EngineDeadError, match="Engine 0: out of everything"):
         await llm.check()
     await llm.check_some()
@@ -243,10 +243,10 @@ async def test_a_server_continues_without_a_lost_engine(
     assert len(numbers(second)) == 1
     assert not llm.died.is_set()
 
-    llm.fail_over(1)
+    llm.cores.pause(1)
     with pytest.raises(ServerUnavailableError, match="being restarted"):
         await llm.live_requests()
-    llm.remove_core(1, EngineDeadError("Engine 1: the same."))
+    llm.cores.remove(1, EngineDeadError("Engine 1: the same."))
     assert llm.died.is_set()
     with pytest.raises(EngineDeadError, match="Engine 1"):
         llm.start_request(request("two"))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests import checkpoints, engines
 from tests.lora.conftest import COUNT, CPU, OPTIONS, PROMPT, Adapter, engine, generate, tokens
 from toolkit import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from toolkit.engine import async_llm
+from toolkit.engine.cores import pool
 from toolkit.engine.cores.core_client import CoreClient, CoreMessage
 from toolkit.engine.messages import EngineOutputs
 from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -192,7 +192,7 @@ async def test_streams_with_an_adapter_survive_their_core(
                     return messages[:index]
             return messages
 
-    monkeypatch.setattr(async_llm, "CoreClient", Lost)
+    monkeypatch.setattr(pool, "CoreClient", Lost)
     one: Adapter = adapter("attention")
     other = copied(one, tmp_path)
     modules = [f"mine={one.folder}", f"other={other}"]

@@ -17,7 +17,8 @@ def test_objects_of_start_up_are_exempt_from_collection(monkeypatch):
         pass
 
     one = front.SingleProcess(EngineConfig(model=ModelConfig(model="m")), ServerConfig(), "m")
-    engine = types.SimpleNamespace(start=nothing, tokenizer=None, replicas=[], default_sampling={})
+    cores = types.SimpleNamespace(infos=[])
+    engine = types.SimpleNamespace(start=nothing, tokenizer=None, cores=cores, default_sampling={})
     monkeypatch.setattr(one, "_engine", engine)
     http = types.SimpleNamespace(start=nothing)
     monkeypatch.setattr(front, "_import_server", lambda: lambda *_: http)

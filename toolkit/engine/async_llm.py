@@ -12,10 +12,10 @@ from typing import Any, Self
 import msgspec
 
 from toolkit.config import EngineConfig, ModelConfig
-from toolkit.engine.cores.core_client import CoreClient, CoreLink, wait_until_ready
-from toolkit.engine.cores.launch import engine_name, plan_launches, smallest_core
+from toolkit.engine.cores.core_client import CoreLink, CoreMessage
+from toolkit.engine.cores.launch import plan_launches, smallest_core
+from toolkit.engine.cores.pool import Core, CorePool
 from toolkit.engine.cores.replica import Query, Replica, lost_core_error
-from toolkit.engine.cores.revival import CoreRestarter
 from toolkit.engine.cores.router import Router
 from toolkit.engine.front.adapters import AdapterRegistry
 from toolkit.engine.front.input_processor import InputProcessor, Prompt
@@ -98,6 +98,7 @@ class AsyncLLM:
         self.fatal_error: EngineDeadError | None = None
         """Set once no core runs or will be restarted."""
         self.died = asyncio.Event()
+        self.cores = CorePool(0, self)
         self.replicas: list[Replica] = []
         self._log = log or LogStyle()
         self._router: Router | None = None  # None with a single core
@@ -119,7 +120,7 @@ class AsyncLLM:
         folder, tokenizer_folder = await find_folders(self.config.model)
         config = await asyncio.to_thread(with_local_files, self.config)
         launches = plan_launches(config, folder, self._log)
-        cores = [CoreClient(launch) for launch in launches]
+        self.cores = CorePool.launch(launches, self)
         try:
             # The core's error about a broken folder precedes the tokenizer's error.
             loading = asyncio.gather(
@@ -129,62 +130,50 @@ class AsyncLLM:
                 asyncio.to_thread(preload, self.config.plugins),
                 return_exceptions=True,
             )
-            infos = await wait_until_ready(cores, report or (lambda name, seconds: None))
+            infos = await self.cores.ready(report or (lambda name, seconds: None))
             loaded, _ = await loading
             if isinstance(loaded, BaseException):
                 raise loaded
         except BaseException:
-            for core in cores:
-                core.kill()
+            await self.cores.stop_watching()
+            self.cores.kill()
             raise
-        self.connect_cores(
-            list(zip(cores, infos, strict=True)),
-            InputProcessor(folder, loaded, smallest_core(infos)),
-        )
-        for replica, launch, core, info in zip(self.replicas, launches, cores, infos, strict=True):
-            replica.restarter = CoreRestarter(launch.for_replacement(info), core)
-            self.start_reading(replica.index)
+        self._use_cores(InputProcessor(folder, loaded, smallest_core(infos)))
+        for replica in self.replicas:
+            self.cores.watch(replica.index)
 
     def connect_cores(
         self, cores: Sequence[tuple[CoreLink, WorkerInfo] | None], inputs: InputProcessor
     ) -> None:
-        """Connect to ready cores. None: a core for a later `replace_core` or `remove_core`."""
-        count = len(cores)
-        if count > 1:
-            self._router = Router(count)
-        self.replicas = [
-            Replica(i, engine_name(i, count), self.metrics.for_engine(i)) for i in range(count)
-        ]
+        """Connect to ready cores of another process. None: a core that does not run now."""
+        self.cores = CorePool(len(cores), self)
+        for index, core in enumerate(cores):
+            if core is not None:
+                self.cores.connect(index, *core)
+        self._use_cores(inputs)
+
+    def _use_cores(self, inputs: InputProcessor) -> None:
+        """Take requests for the cores that are ready."""
+        cores = self.cores.cores
+        if len(cores) > 1:
+            self._router = Router(len(cores))
+        self.replicas = [Replica(core, self.metrics.for_engine(core.index)) for core in cores]
         self._inputs = inputs
         self.tokenizer = inputs.tokenizer
         self._outputs = OutputProcessor(inputs.tokenizer)
-        self._client = next(core[0].client for core in cores if core is not None)
+        self._client = next(core.link.client for core in cores if core.link is not None)
         self._random = random.Random(f"{self.config.model.seed}/{self._client}")
-        for index, core in enumerate(cores):
-            if core is not None:
-                self._connect(index, *core)
+        for core in cores:
+            if core.is_ready:
+                self._connect(core)
         self.adapters.start(self.info.adapters)
 
-    def _connect(self, index: int, link: CoreLink, info: WorkerInfo) -> None:
-        self.replicas[index].connect(link, info)
-        if self._router is not None:
-            self._router.connect(index, info.num_blocks * info.block_size)
-        self.info = smallest_core(
-            [replica.info for replica in self.replicas if replica.info is not None]
-        )
+    def _connect(self, core: Core) -> None:
+        self.replicas[core.index].connect()
+        if self._router is not None and core.info is not None:
+            self._router.connect(core.index, core.info.num_blocks * core.info.block_size)
+        self.info = smallest_core(self.cores.infos)
         self._inputs.info = self.info
-
-    def start_reading(self, index: int = 0) -> asyncio.Task[None]:
-        """Process a core's messages from now on, instead of its predecessor's.
-
-        If another process manages the core, the task ends with the error that ended the core."""
-        replica = self.replicas[index]
-        if replica.reader is not None:
-            replica.reader.cancel()
-        replica.reader = asyncio.create_task(
-            self._read_core(replica), name=f"engine-outputs-{index}"
-        )
-        return replica.reader
 
     async def submit(
         self,
@@ -447,59 +436,28 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """Stop the cores. Unfinished requests get an error."""
-        readers = [replica.reader for replica in self.replicas if replica.reader is not None]
-        for reader in readers:
-            reader.cancel()
-        if readers:
-            await asyncio.wait(readers)  # they may be restarting cores
+        await self.cores.stop_watching()
         self._fail_all(self.fatal_error or EngineDeadError("The engine was shut down."))
-        await asyncio.gather(
-            *(replica.link.stop() for replica in self.replicas if replica.has_core)
-        )
+        await self.cores.stop()
 
-    async def _read_core(self, replica: Replica) -> None:
-        while replica.fatal_error is None:
-            try:
-                await self._handle_messages(replica)
-            except Exception as cause:
-                if replica.restarter is None:
-                    raise
-                gone = [
-                    one.index
-                    for one in self.replicas
-                    if one.is_running and (one is replica or one.link.has_exited)
-                ]
-                self.fail_over(*gone)
-                num_waiting = sum(stream.replica is None for stream in self._streams.values())
-                try:
-                    core, info = await replica.restarter.restart(cause, num_waiting)
-                except EngineDeadError as error:
-                    self.remove_core(replica.index, error)
-                    if self.fatal_error is None:
-                        logger.error("%s", replica.fatal_error)
-                else:
-                    self.replace_core(replica.index, core, info)
+    # ---- what happens to cores (`cores.pool.CoreEvents`)
 
-    async def _handle_messages(self, replica: Replica) -> None:
-        """Process a core's messages. Raises the error that ended the core."""
-        link = replica.link
-        while True:
-            for message in await link.receive():
-                if isinstance(message, EngineOutputs):
-                    self.handle_outputs(message, replica)
-                elif isinstance(message, PrefixCacheCleared):
-                    if self._router is not None:
-                        self._router.clear_prefixes(replica.index)
-                else:
-                    replica.handle(message)
+    def on_message(self, core: Core, message: CoreMessage) -> None:
+        replica = self.replicas[core.index]
+        if isinstance(message, EngineOutputs):
+            self.handle_outputs(message, replica)
+        elif isinstance(message, PrefixCacheCleared):
+            if self._router is not None:
+                self._router.clear_prefixes(core.index)
+        else:
+            replica.handle(message)
 
-    def fail_over(self, *indices: int) -> None:
-        """Move the requests of dead cores, whose replacements are starting, to the running cores.
+    def on_failed(self, cores: Sequence[Core]) -> int:
+        """Move the requests of dead cores, whose replacements are starting, to the ready cores.
 
-        If no core is running, they wait for the first replacement. Requests that exceed MAX_RESUMES
-        fail. Cores known to have died together must be passed together, so that no request moves
-        from one to another of them."""
-        gone = [self.replicas[index] for index in indices if self.replicas[index].is_running]
+        If no core is ready, they wait for the first replacement. Requests that exceed MAX_RESUMES
+        fail."""
+        gone = [self.replicas[core.index] for core in cores]
         for replica in gone:
             replica.disconnect()
         for stream in [stream for stream in self._streams.values() if stream.replica in gone]:
@@ -510,12 +468,14 @@ class AsyncLLM:
             error = f"the engine died {stream.num_deaths} times while it was running"
             stream.fail(EngineError(f"The request could not be finished: {error}."))
             self._discard(stream, "error")
+        return sum(stream.replica is None for stream in self._streams.values())
 
-    def replace_core(self, index: int, link: CoreLink, info: WorkerInfo) -> None:
-        """Connect the replacement of a dead core and continue the requests that wait for a core."""
-        self._connect(index, link, info)
+    def on_replaced(self, core: Core) -> None:
+        """Continue the requests that wait for a core."""
+        self._connect(core)
+        link, metrics = self.replicas[core.index].link, self.replicas[core.index].metrics
         if link.client == 0:
-            self.replicas[index].metrics.count_restart()
+            metrics.count_restart()
         for stream in self._streams.values():
             if stream.replica is None:
                 self._resume_elsewhere(stream)
@@ -523,15 +483,14 @@ class AsyncLLM:
         for adapter in self.adapters.loaded[-self.config.lora.num_in_memory :]:
             link.send(Operate(LoadAdapter(adapter), self._client, 0))
 
-    def remove_core(self, index: int, error: EngineDeadError) -> None:
-        """Remove a core that will not be replaced. After the last, all requests fail."""
-        self.replicas[index].fatal_error = lost_core_error(error)
-        if self.replicas[index].has_core:
-            self.replicas[index].link.kill()
-        if all(one.fatal_error is not None for one in self.replicas):
+    def on_lost(self, core: Core, error: EngineDeadError) -> None:
+        """Go on with the other cores. After the last, all requests fail."""
+        if all(one.is_dead for one in self.cores.cores):
             self.fatal_error = error
             self._fail_all(error)
             self.died.set()
+        elif core.restarter is not None:
+            logger.error("%s", lost_core_error(error))
 
     def observe_loads(self, num_sequences: Sequence[int]) -> None:
         """Update the number of sequences on each core. Needed with several front ends."""

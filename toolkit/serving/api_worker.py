@@ -101,9 +101,9 @@ class APIWorker:
         self._engine.connect_cores(cores, InputProcessor(Path(setup.folder), tokenizer, info))
         for index, core in enumerate(start.cores):
             if core.info is not None:
-                self._engine.start_reading(index).add_done_callback(_exit_if_failed)
+                self._engine.cores.watch(index).add_done_callback(_exit_if_failed)
             elif core.dead:
-                self._engine.remove_core(index, EngineDeadError(core.dead))
+                self._engine.cores.remove(index, EngineDeadError(core.dead))
         plugins = FrontEndPlugins.load(setup.server, strict=setup.engine.plugins.strict_plugins)
         service = Service(
             self._engine, setup.names, setup.created, self._expose, setup.server, plugins=plugins
@@ -127,12 +127,13 @@ class APIWorker:
             elif isinstance(message, Drain):
                 self._draining = asyncio.create_task(self._drain())
             elif isinstance(message, CoresPaused):
-                self._engine.fail_over(*message.cores)
+                self._engine.cores.pause(*message.cores)
             elif isinstance(message, CoreRestarted):
-                self._engine.replace_core(message.core, self._link(message.sockets), message.info)
-                self._engine.start_reading(message.core).add_done_callback(_exit_if_failed)
+                link = self._link(message.sockets)
+                self._engine.cores.replace(message.core, link, message.info)
+                self._engine.cores.watch(message.core).add_done_callback(_exit_if_failed)
             elif isinstance(message, CoreDead):
-                self._engine.remove_core(message.core, EngineDeadError(message.message))
+                self._engine.cores.remove(message.core, EngineDeadError(message.message))
                 if self._engine.fatal_error is not None:
                     self._http.gate.access_control.is_draining = True
             elif isinstance(message, CoreLoads):

@@ -31,8 +31,8 @@ class Setup(msgspec.Struct, tag="setup"):
     adapter_file: str = ""  # see `AdapterRegistry`; empty: there are no adapters
 
 
-class CoreState(msgspec.Struct):
-    """State of an engine core."""
+class CoreAddress(msgspec.Struct):
+    """Address of an engine core for a worker."""
 
     sockets: str = ""  # folder of its sockets; empty while it does not run
     info: WorkerInfo | None = None
@@ -42,7 +42,7 @@ class CoreState(msgspec.Struct):
 class StartServing(msgspec.Struct, tag="start"):
     """Reply to Prepared as soon as a core runs: serve connections."""
 
-    cores: list[CoreState]
+    cores: list[CoreAddress]
 
 
 class Drain(msgspec.Struct, tag="drain"):

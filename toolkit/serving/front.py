@@ -125,7 +125,7 @@ class SingleProcess:
         gc.freeze()
         tokenizer = self._engine.tokenizer
         return ServedModel(
-            [replica.info for replica in self._engine.replicas if replica.info is not None],
+            self._engine.cores.infos,
             tokenizer is not None,
             tokenizer is not None and tokenizer.has_chat_template,
             self._engine.default_sampling,

@@ -8,16 +8,16 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.api.http.connections.listener import Acceptor
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import find_folders
-from toolkit.engine.cores.core_client import CoreClient, describe_exit, wait_until_ready
+from toolkit.engine.cores.core_client import CoreClient, CoreMessage, describe_exit
 from toolkit.engine.cores.launch import plan_launches
+from toolkit.engine.cores.pool import Core, CorePool
 from toolkit.engine.cores.replica import lost_core_error
-from toolkit.engine.cores.revival import CoreRestarter
 from toolkit.engine.front.observation import observe_gauges, observe_step
 from toolkit.engine.local_files import with_local_files
 from toolkit.engine.messages import ClientGone, EngineOutputs, Failed
@@ -29,11 +29,11 @@ from toolkit.metrics.shared import SharedReading
 from toolkit.scheduler.stats import EngineStats, total
 from toolkit.serving.control import (
     ControlChannel,
+    CoreAddress,
     CoreDead,
     CoreLoads,
     CoreRestarted,
     CoresPaused,
-    CoreState,
     Drain,
     Drained,
     Exposition,
@@ -50,7 +50,7 @@ from toolkit.serving.control import (
 )
 from toolkit.serving.front import ServedModel
 from toolkit.serving.kept_connections import Ended, KeptConnections
-from toolkit.worker import Report, WorkerInfo
+from toolkit.worker import Report
 
 logger = logging.getLogger(__name__)
 
@@ -81,24 +81,6 @@ class _WorkerProcess:
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     """One future per GetMetrics that is not answered, oldest first."""
     families: list[Family] = field(default_factory=list)  # its last WorkerMetrics
-
-
-@dataclass(slots=True, eq=False)
-class _CoreSlot:
-    """An engine core, and its successors when it dies."""
-
-    index: int
-    client: CoreClient
-    restarter: CoreRestarter
-    metrics: Metrics
-    info: WorkerInfo | None  # None while no core runs
-    dead: str = ""  # why it will not run again
-    stats: EngineStats = field(default_factory=EngineStats)
-
-    @property
-    def state(self) -> CoreState:
-        """State for the workers."""
-        return CoreState(self.client.sockets if self.info is not None else "", self.info, self.dead)
 
 
 class Supervisor:
@@ -135,15 +117,15 @@ class Supervisor:
         self._is_ending = False  # workers that end are no longer replaced
         self._shared = tempfile.TemporaryDirectory(prefix="tk-")
         """Folder with the file of adapters that the workers share."""
-        self._first_clients: list[CoreClient] = []  # of the cores as first started
-        self._cores: list[_CoreSlot] = []  # empty until all cores are ready
+        self._pool = CorePool(0, self)
+        self._stats: list[EngineStats] = []  # of each core's latest step
         self._has_planned_loads = False
         self._acceptor: Acceptor | None = None
 
     @property
     def stats(self) -> EngineStats:
         """Sums over the cores, as of their last steps."""
-        return total([core.stats for core in self._cores])
+        return total(self._stats)
 
     @property
     def num_active(self) -> int:
@@ -158,23 +140,13 @@ class Supervisor:
         engine = await asyncio.to_thread(with_local_files, self._engine)
         log = LogStyle.of(self._config.log_level, self._config.log_format)
         launches = plan_launches(engine, self._folders[0], log)
-        self._first_clients = [CoreClient(launch) for launch in launches]
+        self._pool = CorePool.launch(launches, self)
+        self._stats = [EngineStats() for _ in launches]
         for worker in self._workers:
             self._set_up(worker)
-        self._infos = await wait_until_ready(self._first_clients, report)
-        for launch, client, info in zip(launches, self._first_clients, self._infos, strict=True):
-            metrics = self.metrics.for_engine(launch.index)
-            self._cores.append(
-                _CoreSlot(
-                    launch.index,
-                    client,
-                    CoreRestarter(launch.for_replacement(info), client),
-                    metrics,
-                    info,
-                )
-            )
-        for core in self._cores:
-            self._create_task(self._read_core(core))
+        self._infos = await self._pool.ready(report)
+        for core in self._pool.cores:
+            self._pool.watch(core.index)
         self._start_prepared()
         served = await self._served
         self._acceptor = Acceptor(listener, self._hand_over)
@@ -209,10 +181,7 @@ class Supervisor:
         for worker in self._workers:
             worker.process.kill()
             worker.process.wait()
-        if not self._cores:
-            for client in self._first_clients:
-                client.kill()
-        await asyncio.gather(*(core.client.stop() for core in self._cores))
+        await self._pool.stop()
         self._shared.cleanup()
 
     # ---- workers
@@ -259,13 +228,14 @@ class Supervisor:
 
     def _start_prepared(self) -> None:
         """Send StartServing to workers that are prepared, if a core runs."""
-        states = [core.state for core in self._cores]
-        if self._is_ending or all(state.info is None for state in states):
+        cores = self._pool.cores
+        if self._is_ending or not any(core.is_ready for core in cores):
             return
+        addresses = [_address_of(core) for core in cores]
         for worker in self._workers:
             if worker.is_prepared and not worker.is_started:
                 worker.is_started = True
-                worker.channel.send(StartServing(states))
+                worker.channel.send(StartServing(addresses))
 
     def _stop_replacing(self) -> None:
         """Replace no worker from now on. Kill those that have not started: they have no work."""
@@ -337,9 +307,9 @@ class Supervisor:
         # Gauges describe live workers only.
         counters = [family for family in worker.families if family.kind != "gauge"]
         self._dead_workers = merge([self._dead_workers, counters])
-        for core in self._cores:
-            if not core.dead:
-                core.client.send(ClientGone(worker.client))
+        for core in self._pool.cores:
+            if core.link is not None and not core.is_dead:
+                core.link.send(ClientGone(worker.client))
         now = time.monotonic()
         while self._restarts and self._restarts[0] < now - RESTART_WINDOW:
             self._restarts.popleft()
@@ -397,53 +367,44 @@ class Supervisor:
 
     # ---- cores and metrics
 
-    async def _read_core(self, core: _CoreSlot) -> None:
-        """Record the statistics of a core's steps. When it dies, restart it for the workers."""
-        while True:
-            try:
-                while True:
-                    for message in await core.client.receive():
-                        if isinstance(message, EngineOutputs) and message.stats is not None:
-                            core.stats = message.stats
-                            observe_step(core.metrics, message.stats)
-                    self._plan_loads()
-            except Exception as cause:
-                gone = [
-                    one
-                    for one in self._cores
-                    if one.info is not None and (one is core or one.client.has_exited)
-                ]
-                for one in gone:
-                    one.info, one.stats = None, EngineStats(adapters={})
-                    observe_gauges(one.metrics, one.stats)
-                if gone:  # else the task of another core, dead at the same time, has sent it
-                    self._broadcast(CoresPaused([one.index for one in gone]))
-                try:
-                    client, core.info = await core.restarter.restart(cause)
-                except EngineDeadError as error:
-                    core.dead = error.message
-                    core.client.kill()
-                    self._broadcast(CoreDead(core.index, error.message))
-                    if all(one.dead for one in self._cores):
-                        self._fail(error)
-                    else:
-                        logger.error("%s", lost_core_error(error))
-                    return
-                core.client.kill()
-                core.client = client
-                core.metrics.count_restart()
-                self._broadcast(CoreRestarted(core.index, client.sockets, core.info))
-                self._start_prepared()
+    def on_message(self, core: Core, message: CoreMessage) -> None:
+        """Record the statistics of a core's steps."""
+        if isinstance(message, EngineOutputs) and message.stats is not None:
+            self._stats[core.index] = message.stats
+            observe_step(self.metrics.for_engine(core.index), message.stats)
+        self._plan_loads()
+
+    def on_failed(self, cores: Sequence[Core]) -> int:
+        for core in cores:
+            self._stats[core.index] = EngineStats(adapters={})
+            observe_gauges(self.metrics.for_engine(core.index), self._stats[core.index])
+        if cores:  # else the task of another core, dead at the same time, has sent it
+            self._broadcast(CoresPaused([core.index for core in cores]))
+        return 0
+
+    def on_replaced(self, core: Core) -> None:
+        self.metrics.for_engine(core.index).count_restart()
+        address = _address_of(core)
+        assert address.info is not None
+        self._broadcast(CoreRestarted(core.index, address.sockets, address.info))
+        self._start_prepared()
+
+    def on_lost(self, core: Core, error: EngineDeadError) -> None:
+        self._broadcast(CoreDead(core.index, error.message))
+        if all(one.is_dead for one in self._pool.cores):
+            self._fail(error)
+        else:
+            logger.error("%s", lost_core_error(error))
 
     def _plan_loads(self) -> None:
         """Send the loads of several cores to the workers soon: each knows only its own requests."""
-        if len(self._cores) == 1 or self._has_planned_loads:
+        if len(self._stats) == 1 or self._has_planned_loads:
             return
         self._has_planned_loads = True
 
         def send() -> None:
             self._has_planned_loads = False
-            loads = [core.stats.num_running + core.stats.num_waiting for core in self._cores]
+            loads = [stats.num_running + stats.num_waiting for stats in self._stats]
             self._broadcast(CoreLoads(loads))
 
         asyncio.get_running_loop().call_later(LOADS_INTERVAL, send)
@@ -477,6 +438,14 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _address_of(core: Core) -> CoreAddress:
+    """Return a core's address for workers."""
+    link = core.link
+    if not core.is_ready or not isinstance(link, CoreClient):
+        return CoreAddress("", None, "" if core.error is None else core.error.message)
+    return CoreAddress(link.sockets, core.info, "")
 
 
 def _describe_end(ended: Ended | None) -> str:

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 
 import msgspec
 import zmq
 
 from toolkit.config.engine import ENGINE_VARIABLE
-from toolkit.engine.cores.launch import Launch, StartupPhases
+from toolkit.engine.cores.launch import Launch
 from toolkit.engine.cores.sockets import address, descriptor, has_message, open_socket
 from toolkit.engine.messages import (
     EngineOutputs,
@@ -264,20 +263,6 @@ class CoreClient(CoreLink):
             self._timer = None
         self.close()
         shutil.rmtree(self.sockets, ignore_errors=True)
-
-
-async def wait_until_ready(cores: Sequence[CoreClient], report: Report) -> list[WorkerInfo]:
-    """Wait for starting cores. If one fails, kill all and raise its error."""
-    phases = StartupPhases(len(cores), report)
-    starting = [asyncio.ensure_future(core.ready(phases.add)) for core in cores]
-    try:
-        return await asyncio.gather(*starting)
-    except BaseException:
-        for task in starting:
-            task.cancel()
-        for core in cores:
-            core.kill()
-        raise
 
 
 def describe_exit(code: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit.engine.cores.core_client import CoreLink
-from toolkit.engine.cores.revival import CoreRestarter
+from toolkit.engine.cores.pool import Core
 from toolkit.engine.front.observation import observe_gauges
 from toolkit.engine.messages import (
     EndRequests,
@@ -23,7 +23,6 @@ from toolkit.engine.messages import (
 from toolkit.errors import EngineDeadError, InvalidRequestError, ServerUnavailableError
 from toolkit.metrics import Metrics
 from toolkit.scheduler.stats import EngineStats
-from toolkit.worker import WorkerInfo
 from toolkit.worker.operations import Operation
 
 STEP_MAX_AGE = 1.0  # seconds for which a completed step proves that the core is healthy
@@ -37,19 +36,14 @@ Query = Callable[[int, int], ListRequests | EndRequests]
 
 
 class Replica:
-    """Slot of a core and its replacements. Requests are sent to it while `is_running`."""
+    """State of a core and its replacements in a front end. Requests go to it while it is ready.
 
-    def __init__(self, index: int, name: str, metrics: Metrics) -> None:
-        self.index = index
-        self.name = name
+    It checks the core's health by its steps, and asks it queries."""
+
+    def __init__(self, core: Core, metrics: Metrics) -> None:
+        self.core = core
         self.metrics = metrics  # labelled with the engine's index
-        self.info: WorkerInfo | None = None
-        self._link: CoreLink | None = None
-        self.is_running = False  # from the connection of a core until its death
-        self.fatal_error: EngineDeadError | None = None  # set if the core will not be replaced
         self.stats = EngineStats()
-        self.restarter: CoreRestarter | None = None  # None if another process manages the core
-        self.reader: asyncio.Task[None] | None = None  # processes the core's messages
         self._stepped_at = 0.0  # time of the latest successful step
         self._probed_at = 0.0  # time of the unanswered StepProbe; 0: none
         self._step_reported = asyncio.Event()
@@ -60,29 +54,35 @@ class Replica:
         self._queries: dict[int, asyncio.Future[Any]] = {}  # pending queries by ticket
 
     @property
-    def has_core(self) -> bool:
-        """True once a core has been connected."""
-        return self._link is not None
+    def index(self) -> int:
+        return self.core.index
+
+    @property
+    def name(self) -> str:
+        return self.core.name
+
+    @property
+    def is_running(self) -> bool:
+        return self.core.is_ready
 
     @property
     def link(self) -> CoreLink:
         """Connection to the current core, or to the previous one."""
-        assert self._link is not None
-        return self._link
+        assert self.core.link is not None
+        return self.core.link
 
-    def connect(self, link: CoreLink, info: WorkerInfo) -> None:
-        """Switch to a core that is ready."""
-        if self._link is not None:
-            self._link.kill()
-        self._link, self.info = link, info
-        self.is_running, self._probed_at, self._step_error = True, 0.0, None
+    @property
+    def fatal_error(self) -> EngineDeadError | None:
+        """Error of a core that will not be replaced."""
+        return None if self.core.error is None else lost_core_error(self.core.error)
+
+    def connect(self) -> None:
+        """Switch to a core that has just become ready."""
+        self._probed_at, self._step_error = 0.0, None
         self._num_failures = 0
 
     def disconnect(self) -> None:
         """Stop using the core, which has died or must be replaced."""
-        self.is_running = False
-        if self.reader is not None and self.restarter is None:
-            self.reader.cancel()
         self.stats = EngineStats(adapters={})
         observe_gauges(self.metrics, self.stats)
         self._step_reported.set()
@@ -187,9 +187,8 @@ class Replica:
                 raise ServerUnavailableError(
                     f"{self.name.capitalize()} has made no step for {seconds:.0f} s."
                 )
-        if self.fatal_error is not None:
-            # A new object each time: a raise extends an error's traceback.
-            raise EngineDeadError(self.fatal_error.message)
+        if (error := self.fatal_error) is not None:
+            raise error
         if not self.is_running:
             raise _restarting_error(self.name)
         if self._step_error is not None:

@@ -5,15 +5,15 @@ import queue
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.config import EngineConfig
-from toolkit.engine.cores.core_client import CoreClient, wait_until_ready
+from toolkit.engine.cores.core_client import CoreMessage
 from toolkit.engine.cores.launch import Launch, plan_launches, smallest_core
-from toolkit.engine.cores.revival import to_dead_error
+from toolkit.engine.cores.pool import Core, CorePool
 from toolkit.engine.cores.router import Placement, Router
 from toolkit.engine.messages import (
     Abort,
@@ -47,7 +47,8 @@ class SeveralCores:
     def __init__(self, config: EngineConfig, folder: Path, report: Report) -> None:
         """Raises like the executor of `EngineCore`."""
         launches = plan_launches(config, folder, LogStyle())
-        self._router = Router(len(launches))
+        self._num_cores = len(launches)
+        self._router = Router(self._num_cores)
         self._random = random.Random(config.model.seed)
         self._caches = config.cache.enable_prefix_caching
         self._placed: dict[int, _PlacedRequest] = {}
@@ -56,7 +57,7 @@ class SeveralCores:
             tuple[int, EngineOutputs | PrefixCacheCleared | EngineDeadError]
         ] = queue.SimpleQueue()  # (core, message)
         self._fatal_error: EngineDeadError | None = None
-        self._cores: list[CoreClient] = []
+        self._pool: CorePool | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, daemon=True, name="engine-cores"
@@ -81,7 +82,7 @@ class SeveralCores:
             raise EngineDeadError(self._fatal_error.message)
         if request.spec.params.seed is None:  # otherwise all cores would draw the same seeds
             request.seed = self._random.getrandbits(63)
-        cores = range(len(self._cores))
+        cores = range(self._num_cores)
         placement = self._router.place(request.spec, cores, caches=self._caches)
         placed = _PlacedRequest(placement, request.num_sequences)
         for number in range(request.number, request.number + request.num_sequences):
@@ -122,7 +123,7 @@ class SeveralCores:
 
     def reset_prefix_cache(self) -> None:
         """Evict all cached prompts."""
-        for core in range(len(self._cores)):
+        for core in range(self._num_cores):
             self._send(core, ResetPrefixCache())
 
     def shutdown(self) -> None:
@@ -143,7 +144,10 @@ class SeveralCores:
             self._router.release(placed.placement)
 
     def _send(self, core: int, message: ToCore) -> None:
-        self._loop.call_soon_threadsafe(self._cores[core].send, message)
+        assert self._pool is not None
+        link = self._pool.cores[core].link
+        assert link is not None
+        self._loop.call_soon_threadsafe(link.send, message)
 
     def _run_in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -151,32 +155,32 @@ class SeveralCores:
     # The coroutines below run in the thread.
 
     async def _start(self, launches: list[Launch], report: Report) -> list[WorkerInfo]:
-        for launch in launches:
-            self._cores.append(CoreClient(launch))
-        infos = await wait_until_ready(self._cores, report)
-        self._readers = [
-            asyncio.create_task(self._read_core(launch, core))
-            for launch, core in zip(launches, self._cores, strict=True)
-        ]
+        self._pool = CorePool.launch(launches, self, revives=False)
+        infos = await self._pool.ready(report)
+        for core in range(self._num_cores):
+            self._pool.watch(core)
         return infos
-
-    async def _read_core(self, launch: Launch, core: CoreClient) -> None:
-        try:
-            while True:
-                for message in await core.receive():
-                    if isinstance(message, EngineOutputs) and not (
-                        message.outputs or message.numbers
-                    ):
-                        continue  # statistics of idle cores, which would pile up unread
-                    if isinstance(message, EngineOutputs | PrefixCacheCleared):
-                        self._messages.put((launch.index, message))
-        except Exception as error:
-            dead = EngineDeadError(f"{launch.name.capitalize()}: {to_dead_error(error).message}")
-            self._messages.put((launch.index, dead))
 
     async def _stop(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:  # start-up, if it is still running
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.gather(*(core.stop() for core in self._cores))
+        if self._pool is not None:
+            await self._pool.stop()
+
+    def on_message(self, core: Core, message: CoreMessage) -> None:
+        if isinstance(message, EngineOutputs) and not (message.outputs or message.numbers):
+            return  # statistics of idle cores, which would pile up unread
+        if isinstance(message, EngineOutputs | PrefixCacheCleared):
+            self._messages.put((core.index, message))
+
+    def on_failed(self, cores: Sequence[Core]) -> int:
+        return 0
+
+    def on_replaced(self, core: Core) -> None:
+        raise AssertionError("no core is replaced")
+
+    def on_lost(self, core: Core, error: EngineDeadError) -> None:
+        message = f"{core.name.capitalize()}: {error.message}"
+        self._messages.put((core.index, EngineDeadError(message)))
