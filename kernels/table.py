@@ -15,7 +15,7 @@ class Kernels:
     They are documented in `kernels.reference` and `kernels.drafts`. Attributes of the object
     instead of its class are looked up without binding, in every layer."""
 
-    why_eager: str | None = "CUDA graphs need the package triton"
+    why_eager: str | None = None
     """Why no step replays a CUDA graph. None: the device has none."""
 
     def __init__(self) -> None:
@@ -52,8 +52,6 @@ class Kernels:
 
 class CPUKernels(Kernels):
     """Entries of CPUs, in C++ and NumPy. Layers prepare products and norms (`kernels.cpu`)."""
-
-    why_eager = None
 
     def __init__(self) -> None:
         from toolkit.kernels.cpu import state
@@ -168,10 +166,10 @@ class TritonKernels(Kernels):
 def kernels_for(device: torch.device) -> Kernels:
     """Return a device's kernels."""
     if kernels_are_off():
-        return _plain_kernels()
+        return _plain_kernels(device.type)
     if device.type == "cpu":
         return _cpu_kernels()
-    return triton_kernels_for(device) or _plain_kernels()
+    return triton_kernels_for(device) or _plain_kernels(device.type)
 
 
 def triton_kernels_for(device: torch.device) -> TritonKernels | None:
@@ -195,5 +193,8 @@ def _cpu_kernels() -> CPUKernels:
 
 
 @cache
-def _plain_kernels() -> Kernels:
-    return Kernels()
+def _plain_kernels(device_type: str) -> Kernels:
+    kernels = Kernels()
+    if device_type == "cuda":
+        kernels.why_eager = "CUDA graphs need the package triton"
+    return kernels

@@ -14,7 +14,7 @@ def sample(
     floats: torch.Tensor,
     ints: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the next tokens `[n]` int64, as `toolkit.sampling.sampler.choose` does.
+    """Return the next tokens `[n]` int64, as `kernels.plain.sample` does.
 
     -1: the logits are not finite. logits: fp32 `[n, vocab]`; rows: int32 `[n]`, the requests' rows
     of `floats` and `ints` (`toolkit.sampling.sampling_state`); positions: int32 `[n]`, of the new

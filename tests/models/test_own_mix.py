@@ -203,6 +203,20 @@ def test_drafts_are_refused(folder: Path) -> None:
         LLM(str(folder), device="cpu", speculative_config={"method": "ngram"})
 
 
+def test_a_mix_may_read_its_slots_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step is tried as a recording, whose batch has the slots, too."""
+    forward = gated_mix.GatedMix.forward
+
+    def read_first(mix: Any, x: Any, batch: AttentionBatch) -> torch.Tensor:
+        assert batch.state_reads.tolist() == batch.state_writes.tolist()
+        return forward(mix, x, batch)
+
+    monkeypatch.setattr(gated_mix.GatedMix, "forward", read_first)
+    llm = LLM(str(folder), device="cpu", dtype="float32", max_num_seqs=2)
+    [output] = checkpoints.generate(llm, PROMPTS[:1], max_tokens=COUNT)
+    assert list(output.outputs[0].token_ids) == greedy(folder, PROMPTS[0])
+
+
 def test_a_state_that_is_not_reset_shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tests, a new row is full of NaN."""
     monkeypatch.setattr(

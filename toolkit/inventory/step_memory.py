@@ -72,7 +72,7 @@ class StepMemory:
 
     @property
     def _num_token_tables(self) -> int:
-        """Tables with a token for each position. The GPU has those of predictions, too."""
+        """Tables with a token for each position. Predictions take a GPU's from the start."""
         wanted = self.engine.speculation.drafter
         return 1 + (self.on_gpu and wanted is not None and wanted.method == "ngram")
 

@@ -77,10 +77,11 @@ class Replay:
         )
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:
-        own_x = x.clone()
-        positions, slot_mapping, seq_lens, rows, *rope = (
+        own_x, has_states = x.clone(), batch.state_reads is not None
+        positions, slot_mapping, seq_lens, rows, *others = (
             tensor.clone() for tensor in _inputs(batch)
         )
+        reads, writes = (others.pop(0) if has_states else None for _ in range(2))
         own = AttentionBatch(
             positions=positions,
             slot_mapping=slot_mapping,
@@ -90,7 +91,9 @@ class Replay:
             block_table=batch.block_table,
             max_query_len=1,
             max_seq_len=batch.max_seq_len,
-            rope=tuple(rope),
+            state_reads=reads,
+            state_writes=writes,
+            rope=tuple(others),
         )
         try:
             program, out = self._recorder.record(lambda: layers(own_x, own))
@@ -100,4 +103,6 @@ class Replay:
 
 
 def _inputs(batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
-    return batch.positions, batch.slot_mapping, batch.seq_lens, batch.rows, *batch.rope
+    states = batch.state_reads, batch.state_writes
+    of_states = (one for one in states if one is not None)
+    return batch.positions, batch.slot_mapping, batch.seq_lens, batch.rows, *of_states, *batch.rope

@@ -356,10 +356,10 @@ class Planner:
 
         None, with nothing changed: there are too few."""
         states = self._states
-        if not self._blocks.begin(request, cached, num_tokens):
-            if states is not None:
-                states.drop_anchors()  # they may have the blocks that lack
-            return None
+        while not self._blocks.begin(request, cached, num_tokens):
+            # Anchors may have the blocks that lack. That of the request may be among them.
+            if states is None or not states.drop_anchors() or cached:
+                return None
         read = NO_SLOT if states is None else states.enter(request)
         if read is None:
             self._blocks.release(request)

@@ -53,7 +53,7 @@ class StateSlots:
     def anchor_of(self, request: Request) -> Anchor | None:
         """Return the anchor that a waiting request begins with."""
         leader = request.leader
-        if leader is None or request.wants_prompt_logprobs or request.num_preemptions:
+        if leader is None or request.wants_prompt_logprobs:
             return None
         return leader.anchor
 

@@ -147,7 +147,10 @@ class ModelDrafter:
         )
         """By request: output of the network before the newest token, and what it passes on."""
         network.reserve(state.max_tokens)
-        self.may_wait = not network.feature_size and not network.ahead
+        # What waits at the end of a request is missing in its cached blocks. A graph takes little
+        # time next to the step's, so there nothing waits.
+        reads_tokens = not network.feature_size and not network.ahead
+        self.may_wait = reads_tokens and not policy.captures
         self._num_waiting = np.zeros(len(state.block_table), np.int32)
         """By row, tokens before the next step's that the network has not computed."""
         self._most_at_once = max(1, state.max_tokens // MOST_WAITING)  # requests

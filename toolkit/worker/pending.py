@@ -49,15 +49,14 @@ class Sampled:
     """Sampled tokens of all points of a step, on the device (`kernels.drafts`).
 
     `logprobs`: records of them, if any request asked for those. `failures`: errors of logits
-    processors, by index among the sampling requests, which then have no token. `counts`, `drafts`:
-    of all requests, see `ModelOutput`."""
+    processors, by index among the sampling requests, which then have no token. `counts`: of all
+    requests, see `ModelOutput`."""
 
     tokens: torch.Tensor
     firsts: npt.NDArray[np.int64]  # first point of each sampling request
     logprobs: torch.Tensor | None = None
     failures: dict[int, str] = field(default_factory=dict)
     counts: torch.Tensor | None = None
-    drafts: torch.Tensor | None = None
 
     def kept(self, counts: IntArray) -> npt.NDArray[np.int64]:
         """Return the points of the tokens of all sampling requests, given their counts."""

@@ -117,12 +117,25 @@ class StepSampler:
         tokens = self._sampled[: firsts[-1]]
         which = np.flatnonzero(step.samples)
         failures = sampling.processors.take_failures(step.rows[which])
-        records, k = None, int(sampling.num_logprobs[step.rows[which]].max(initial=-1))
-        if logits is not None and k >= 0:
-            # Of all requests: a gather of those that want them would take longer on the host.
-            records = self.kernels.logprobs(logits[: len(tokens)], tokens, k)
+        records = None if logits is None else self._logprobs(step, logits, tokens)
         counts = self._state.counts[: len(step.rows)] if self._state.verifies else None
         return Sampled(tokens, firsts[which], records, failures, counts)
+
+    def _logprobs(
+        self, step: SchedulerOutput, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return records of all points, of which those of requests that want none mean nothing."""
+        counts = self._state.sampling.num_logprobs[step.rows]
+        wants = step.samples & (counts >= 0)
+        if not np.count_nonzero(wants):
+            return None
+        k = int(counts[wants].max())
+        _, points = step.points_of(wants)
+        if len(points) > len(tokens) // 4:  # a gather would take longer
+            return self.kernels.logprobs(logits[: len(tokens)], tokens, k)
+        index = to_device(torch.from_numpy(points), self.device)
+        found = self.kernels.logprobs(logits[index], tokens[index], k)
+        return found.new_zeros(len(tokens), found.shape[1]).index_copy_(0, index, found)
 
     def _sample_again(
         self,
@@ -132,7 +145,7 @@ class StepSampler:
         masks: Masks | None,
     ) -> None:
         """Sample requests from changed logits: with penalties alone, by a graph."""
-        state, sampling, most = self._state, self._state.sampling, self.max_sampled_again
+        state, sampling = self._state, self._state.sampling
         requests, points = step.points_of(later)
         rows = step.rows[requests]
         if masks is None and not sampling.needs_host(rows).any():
@@ -142,29 +155,24 @@ class StepSampler:
                 return
         # With drafts, upper bounds. Only logits processors read them, and those requests have none.
         lengths = (step.num_computed + step.num_tokens)[requests]
-        constrained = np.isin(requests, step.constrained)
-        for first in range(0, len(points), most):
-            part = slice(first, first + most)
-            masked = None
-            if masks is not None and np.count_nonzero(constrained[part]):
-                before = np.count_nonzero(constrained[:first])
-                where = np.flatnonzero(constrained[part])
-                masked = where, masks[before : before + len(where)]
-            index = to_device(torch.from_numpy(points[part]), self.device)
-            there = None
-            if state.verifies:
-                rows_there, positions = state.sample_places
-                there = rows_there[index], positions[index]
-            self._sampled[index] = sample(
-                logits[index].float(),
-                sampling,
-                state.token_ids,
-                rows[part],
-                lengths[part],
-                self.kernels,
-                masked,
-                there,
-            )
+        masked = None
+        if masks is not None:
+            masked = np.flatnonzero(np.isin(requests, step.constrained)), masks
+        index = to_device(torch.from_numpy(points), self.device)
+        there = None
+        if state.verifies:
+            rows_there, positions = state.sample_places
+            there = rows_there[index], positions[index]
+        self._sampled[index] = sample(
+            logits[index].float(),
+            sampling,
+            state.token_ids,
+            rows,
+            lengths,
+            self.kernels,
+            masked,
+            there,
+        )
         if state.verifies:
             self._accept(state.points(), LATER, state.rows_sent)
 

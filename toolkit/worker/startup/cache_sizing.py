@@ -104,7 +104,9 @@ def choose_size(
         free=free,
         cache=0 if on_gpu else num_blocks * block_bytes + spare_bytes,
         swap=num_host_blocks * block_bytes,
-        tables=0 if on_gpu else table_bytes(setup.max_num_seqs, max_model_len, cache.block_size),
+        tables=0
+        if on_gpu
+        else table_bytes(setup.max_num_seqs + 1, max_model_len, cache.block_size),
         kind="cpu",
     )
     if problem is not None:
