@@ -243,8 +243,8 @@ def keep_a_state_in_place(states: StateSlots, request: Request) -> int:
 
 def free_what_is_read(states: StateSlots, leader: Request) -> None:
     DROP(states, leader)
-    states._free += states._read
-    states._read = []
+    states._free += states._being_read
+    states._being_read = []
 
 
 GO_ON, DROP = StateSlots.go_on, StateSlots._drop

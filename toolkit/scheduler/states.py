@@ -17,19 +17,19 @@ class StateSlots:
         self._anchors: dict[str, Request] = {}
         """Leaders with an anchor, by id."""
         self._step = 0  # that is planned
-        self._read: list[int] = []
-        """Slots that are free from the next step on: a request of this one reads them."""
+        self._being_read: list[int] = []
+        """Slots of dropped anchors that a request of this step reads."""
 
     def begin_step(self, number: int) -> None:
-        """Take in that a step is planned."""
+        """Begin a step. Slots that requests of the one before read are free again."""
         self._step = number
-        self._free += self._read
-        self._read = []
+        self._free += self._being_read
+        self._being_read = []
 
     # ---- leaders and their siblings
 
     def add(self, request: Request) -> None:
-        """Take in a request that has not run."""
+        """Count a sibling that waits for its leader."""
         if request.leader is not None:
             request.leader.num_followers += 1
 
@@ -58,7 +58,7 @@ class StateSlots:
         return leader.anchor
 
     def unfollow(self, request: Request) -> None:
-        """Take in that a request has begun or ended. It needs no anchor any more."""
+        """Stop counting a sibling, which has begun or ended. The last one drops the anchor."""
         leader, request.leader = request.leader, None
         if leader is not None:
             leader.num_followers -= 1
@@ -127,7 +127,9 @@ class StateSlots:
             del self._anchors[leader.id]
             self._pool.release(anchor.blocks)
             if anchor.slot != NO_SLOT:
-                (self._read if anchor.last_read == self._step else self._free).append(anchor.slot)
+                (self._being_read if anchor.last_read == self._step else self._free).append(
+                    anchor.slot
+                )
 
     @property
     def anchored_blocks(self) -> list[list[int]]:
@@ -138,6 +140,6 @@ class StateSlots:
         """Return what is wrong if these requests run, and no others; None: nothing."""
         anchors = [one.anchor.slot for one in self._anchors.values() if one.anchor is not None]
         held = (request.state_slot for request in running)
-        slots = sorted((*self._free, *self._read, *anchors, *held))
+        slots = sorted((*self._free, *self._being_read, *anchors, *held))
         is_right = slots == list(range(len(slots)))
         return None if is_right else f"state slots are free or held: {slots}"

@@ -15,7 +15,7 @@ from toolkit.config import Speculation
 from toolkit.hardware.graph_capture import capture
 from toolkit.hardware.memory import lazy_zeros, to_device
 from toolkit.kernels.drafts import Points
-from toolkit.kernels.table import Kernels
+from toolkit.kernels.table import Kernels, TritonKernels
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import IntArray
 from toolkit.speculative.network import Network
@@ -36,10 +36,10 @@ class Drafter(Protocol):
         """Give a row to a request."""
 
     def accepted(self, points: Points, when: int, rows: torch.Tensor) -> None:
-        """Take in the tokens of the requests whose end is `when`. A part of the step's graph."""
+        """Read the tokens of the requests whose end is `when`. A part of the step's graph."""
 
     def follow(self, step: SchedulerOutput, shape: StepShape) -> torch.Tensor:
-        """Take in a step of this shape. Return drafts [num_reqs, most]; negative ones: none."""
+        """Run after a step of this shape. Return drafts [num_reqs, most]; negative ones: none."""
 
     def rehearse(self, shape: StepShape, *, drafts: bool) -> None:
         """Launch all kernels that follow a step of this shape. `drafts`: those of drafts, too."""
@@ -147,10 +147,10 @@ class ModelDrafter:
         )
         """By request: output of the network before the newest token, and what it passes on."""
         network.reserve(state.max_tokens)
-        # What waits at the end of a request is missing in its cached blocks. A graph takes little
-        # time next to the step's, so there nothing waits.
+        # Keys of tokens that still wait at a request's end are missing in its cached blocks. On a
+        # GPU nothing waits: a run takes little time there, and other steps would compile kernels.
         reads_tokens = not network.feature_size and not network.ahead
-        self.may_wait = reads_tokens and not policy.captures
+        self.may_wait = reads_tokens and not isinstance(kernels, TritonKernels)
         self._num_waiting = np.zeros(len(state.block_table), np.int32)
         """By row, tokens before the next step's that the network has not computed."""
         self._most_at_once = max(1, state.max_tokens // MOST_WAITING)  # requests

@@ -131,7 +131,8 @@ class StepSampler:
             return None
         k = int(counts[wants].max())
         _, points = step.points_of(wants)
-        if len(points) > len(tokens) // 4:  # a gather would take longer
+        # Triton's kernel reads padded rows, for which it was compiled. A gather would have others.
+        if isinstance(self.kernels, TritonKernels) or len(points) > len(tokens) // 4:
             return self.kernels.logprobs(logits[: len(tokens)], tokens, k)
         index = to_device(torch.from_numpy(points), self.device)
         found = self.kernels.logprobs(logits[index], tokens[index], k)
