@@ -222,6 +222,38 @@ async def test_an_unhandled_error_ends_the_core_before_the_next_starts(
     assert tokens == checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)
 
 
+async def test_a_core_that_hangs_is_replaced_by_a_process_started_before_its_limit(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spares: list[tuple[int, bool]] = []  # process, and whether the core was still in use
+
+    class Watched(revival.CoreClient):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            spares.append((self.pid, llm.replicas[0].is_running))
+
+    monkeypatch.setattr(revival, "CoreClient", Watched)
+    folder = str(checkpoint("llama3-gqa"))
+    async with AsyncLLM(folder, device="cpu", num_threads=1, worker_timeout=3.0) as llm:
+        first = psutil.Process(llm.replicas[0].link.pid)
+        async with asyncio.timeout(100):
+            first.suspend()
+            while not spares:
+                await asyncio.sleep(0.01)
+            spare = psutil.Process(spares[0][0])
+            first.resume()
+            while spare.is_running():
+                await asyncio.sleep(0.01)
+            assert llm.replicas[0].link.pid == first.pid
+            stream = llm.start_request(request("one"))
+            first.suspend()
+            tokens = [token async for delta in stream for token in delta.token_ids]
+        assert [in_use for _, in_use in spares] == [True, True]
+        assert llm.replicas[0].link.pid == spares[1][0]
+        assert not first.is_running()
+    assert tokens == checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)
+
+
 async def test_a_core_that_hangs_during_its_start_is_replaced(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

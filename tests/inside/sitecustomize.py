@@ -63,10 +63,6 @@ def change_revival(module: ModuleType) -> None:
     module.BACK_OFF = tuple(seconds / 20 for seconds in module.BACK_OFF)
 
 
-def change_core_client(module: ModuleType) -> None:
-    module.PING_AFTER, module.GRACE = 1.0, 1.0
-
-
 def change_metrics(module: ModuleType) -> None:
     module.INTERVAL = float(os.environ.get("TEST_METRICS_INTERVAL", METRICS_INTERVAL))
 
@@ -77,7 +73,6 @@ def change_replica(module: ModuleType) -> None:
 
 
 CHANGES = {
-    "toolkit.engine.cores.core_client": change_core_client,
     "toolkit.engine.cores.replica": change_replica,
     "toolkit.metrics.shared": change_metrics,
     "toolkit.worker.worker": change_worker,

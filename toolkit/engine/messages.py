@@ -3,7 +3,6 @@
 import msgspec
 
 from toolkit.config import EngineConfig
-from toolkit.logs import LogStyle
 from toolkit.scheduler.stats import EngineStats
 from toolkit.sequence import SequenceSpec
 from toolkit.worker import WorkerInfo
@@ -203,11 +202,10 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class StartCore(msgspec.Struct):
-    """First message to a core process."""
+    """Load the model. A core process gets its LogStyle first, and imports its modules then."""
 
     config: EngineConfig
     folder: str
-    log: LogStyle
 
 
 ToCore = (

@@ -48,6 +48,9 @@ class Restarter:
         assert (cause, num_waiting) == (DIED, 7)
         return await self.outcome, INFO
 
+    def close(self) -> None:
+        self.is_closed = True
+
 
 class Owner:
     """Keeps what it hears, in order."""
@@ -160,6 +163,7 @@ async def test_stopping_ends_a_replacement_that_starts(launched: Launched):
     await launched.pool.stop()
     assert launched.states() == ["stopped", "stopped"]
     assert launched.pool.cores[0].restarter.outcome.cancelled()
+    assert all(core.restarter.is_closed for core in launched.pool.cores)
     assert [link.ends for link in launched.links] == [["stop"], ["stop"]]
     await launched.pool.stop()  # nothing more happens
     assert [link.ends for link in launched.links] == [["stop"], ["stop"]]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -35,9 +36,9 @@ from toolkit.errors import EngineDeadError, error_of_kind
 from toolkit.worker import Report, WorkerInfo
 
 CHECK_INTERVAL = 0.2  # seconds between checks of the process
-PING_AFTER = 5.0  # seconds without a message after which a Ping is sent
-GRACE = 5.0
-"""Seconds beyond a step's limit, so that the core can first report which of its ranks hangs."""
+PING_AFTER = 1.0  # seconds without a message after which a Ping is sent
+GRACE = 0.5  # seconds for a step's limit, for an answer on its way
+RANKS_GRACE = 3.0  # instead, with several ranks: the core can first report which of them hangs
 STOP_TIMEOUT = 10.0  # seconds for the core to exit after a Stop
 
 CoreMessage = (
@@ -142,7 +143,8 @@ class CoreClient(CoreLink):
     """The first front end: starts the core's process and detects its exit or hang.
 
     A core hangs if it makes no step within `--worker-timeout`. After PING_AFTER seconds of silence
-    it gets a Ping, which it answers between two steps, and for which an idle core runs none."""
+    it gets a Ping, which it answers between two steps, and for which an idle core runs none. Half
+    that time after a Ping, the core is suspected of hanging."""
 
     def __init__(self, launch: Launch, startup_timeout: float = math.inf) -> None:
         """Start the process. `ready` raises after `startup_timeout` seconds of silence."""
@@ -154,8 +156,12 @@ class CoreClient(CoreLink):
         """Seconds since the latest message or, after a Ping, since the Ping.
 
         Counts only time in which this process ran: while both are suspended, it stands still."""
-        self._is_pinged = self._is_ready = False
-        self._timeout = launch.config.parallel.worker_timeout
+        self._is_pinged = self._is_ready = self._is_suspected = False
+        self.on_suspicion: Callable[[bool], None] | None = None
+        """Called with True when the core is suspected, and False when it answers after all."""
+        parallel = launch.config.parallel
+        self._timeout = parallel.worker_timeout
+        self._max_silence = self._timeout + (RANKS_GRACE if parallel.world_size > 1 else GRACE)
         self._startup_timeout = startup_timeout
         self._started_at = time.monotonic()
         self.startup_seconds = 0.0
@@ -170,7 +176,8 @@ class CoreClient(CoreLink):
             self.close()
             shutil.rmtree(self.sockets, ignore_errors=True)
             raise
-        self._start = StartCore(launch.config, str(launch.folder), launch.log)
+        self._start = StartCore(launch.config, str(launch.folder))
+        self._to_core.send(self._encoder.encode(launch.log))
 
     @property
     def pid(self) -> int:
@@ -207,6 +214,7 @@ class CoreClient(CoreLink):
             if messages:
                 self._silent_for, self._is_pinged = 0.0, False
                 self.last_message_at = time.monotonic()
+                self._suspect(False)
                 return messages
             if code is not None and waited:
                 raise EngineDeadError(
@@ -217,7 +225,7 @@ class CoreClient(CoreLink):
                     "The engine's process is alive but its start has made no progress for "
                     f"{self._startup_timeout:.0f} s: it hangs."
                 )
-            if self._is_pinged and self._silent_for > self._timeout + GRACE:
+            if self._is_pinged and self._silent_for > self._max_silence:
                 raise EngineDeadError(
                     f"The engine's process is alive but has made no step for {self._timeout:g} s "
                     "(--worker-timeout): it hangs, or its steps take longer than that."
@@ -231,8 +239,16 @@ class CoreClient(CoreLink):
         if self._is_ready and not self._is_pinged and self._silent_for > PING_AFTER:
             self._silent_for, self._is_pinged = 0.0, True
             self.send(Ping())
+        if self._is_pinged and self._silent_for > self._timeout / 2:
+            self._suspect(True)
         self._wake_receiver()
         self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._check_process)
+
+    def _suspect(self, suspected: bool) -> None:
+        if suspected != self._is_suspected:
+            self._is_suspected = suspected
+            if self.on_suspicion is not None:
+                self.on_suspicion(suspected)
 
     async def kill_and_wait(self) -> None:
         """Kill the process and wait for its exit, which frees its resources.

@@ -43,7 +43,7 @@ from toolkit.errors import CheckpointError, ToolkitError, WorkersLostError
 from toolkit.hardware.parent import exit_with_parent
 from toolkit.hub import locate_tokenizer
 from toolkit.imports import without_collection
-from toolkit.logs import flush_stderr
+from toolkit.logs import LogStyle, flush_stderr
 from toolkit.sampling.params import PoolingParams, SamplingParams
 from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import load_tokenizer
@@ -86,18 +86,19 @@ class CoreProcess:
                 outbox.close(linger=2000)
 
     def _serve(self) -> None:
-        start = msgspec.msgpack.decode(self._inbox.recv(), type=StartCore)
-        start.log.apply()
+        log = msgspec.msgpack.decode(self._inbox.recv(), type=LogStyle)
+        log.apply()
 
         with without_collection():
             from toolkit.engine.core import EngineCore
             from toolkit.executor import start_executor
 
+        start = msgspec.msgpack.decode(self._inbox.recv(), type=StartCore)
         executor = start_executor(
             start.config,
             Path(start.folder),
             lambda name, seconds: self._send(StartupPhase(name, seconds)),
-            start.log,
+            log,
             self._exit_with_error,
             Path(self._sockets),
         )

@@ -219,6 +219,7 @@ class CorePool:
             reader.cancel()
         if readers:
             await asyncio.wait(readers)  # they may be restarting cores
+        self._end_spares()
 
     async def stop(self) -> None:
         """Ask the cores to exit, and wait for it. Kill those that are starting."""
@@ -233,11 +234,17 @@ class CorePool:
 
     def kill(self) -> None:
         """End the processes at once."""
+        self._end_spares()
         for core in self.cores:
             if core.state is not CoreState.STOPPED:
                 core.enter(CoreState.STOPPED)
                 if core.link is not None:
                     core.link.kill()
+
+    def _end_spares(self) -> None:
+        for core in self.cores:
+            if core.restarter is not None:
+                core.restarter.close()
 
 
 def _is_gone(core: Core) -> bool:

@@ -9,6 +9,7 @@ that meets more deaths than `async_llm.MAX_RESUMES` gets an error: it may be the
 A core that hangs, or whose messages cannot be read, is killed and replaced in the same way."""
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -37,6 +38,22 @@ class CoreRestarter:
         )
         self._num_attempts = 0
         self._alive_since = time.monotonic()
+        self._spare: CoreClient | None = None
+        """Process that has imported its modules, while the core is suspected of hanging."""
+        core.on_suspicion = self._prepare
+
+    def _prepare(self, is_suspected: bool) -> None:
+        """Start a spare process for a core that may hang; end it if the core does not."""
+        self.close()
+        if is_suspected:
+            with contextlib.suppress(OSError):  # the attempt to restart says what is wrong
+                self._spare = CoreClient(self._launch, self._startup_timeout)
+
+    def close(self) -> None:
+        """End the spare process, if there is one."""
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare = None
 
     async def restart(self, cause: Exception, num_open: int = 0) -> tuple[CoreClient, WorkerInfo]:
         """Start a replacement and return it once it is ready.
@@ -53,6 +70,7 @@ class CoreRestarter:
             died = f"{self._launch.name.capitalize()}: " if is_parallel else ""
             died += f"{to_dead_error(cause).message.rstrip('.')}."
             if self._num_attempts == len(BACK_OFF):
+                self.close()
                 raise EngineDeadError(f"{died} It was restarted {len(BACK_OFF)} times in a row.")
             waiting = f"; {num_open} requests wait for it" if num_open else ""
             logger.error(
@@ -68,7 +86,8 @@ class CoreRestarter:
             core: CoreClient | None = None
             start = time.monotonic()
             try:
-                core = CoreClient(self._launch, self._startup_timeout)
+                core = self._spare or CoreClient(self._launch, self._startup_timeout)
+                self._spare = None
                 info = await core.ready(lambda name, seconds: None)
                 info.adapters = list(self._launch.adapters)
             except Exception as error:
@@ -81,6 +100,7 @@ class CoreRestarter:
                 if core is not None:
                     core.kill()
                 raise
+            core.on_suspicion = self._prepare
             self._core, self._alive_since = core, time.monotonic()
             logger.warning(
                 "%s runs again after %.1f s", self._launch.name, self._alive_since - start
