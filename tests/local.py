@@ -36,7 +36,7 @@ from toolkit.logs import LogStyle
 from toolkit.metrics import shared
 from toolkit.serving import lifecycle
 from toolkit.serving.checks import check_server_settings
-from toolkit.serving.front import SingleProcess
+from toolkit.serving.front import ModelSetup, SingleProcess
 from toolkit.serving.ready_card import print_ready_card
 from toolkit.serving.stats_log import set_info_metrics
 from toolkit.worker.worker import Worker
@@ -154,12 +154,12 @@ class LocalServer(Server):
         LogStyle(config.log_level, json=config.log_format == "json").apply()
         config, names = check_server_settings(engine, config)
         with listen(config) as listener:
-            front = SingleProcess(engine, config, names)
+            front = SingleProcess([ModelSetup(engine, names)], config)
             self._registry = front.metrics.registry
             try:
-                served = await front.start(listener, lambda *_: None)
-                print_ready_card(served, names[0], listener, config, 0.0)
-                set_info_metrics(front, engine, served)
+                models = await front.start(listener, lambda *_: None)
+                print_ready_card(models[0], listener, config, 0.0)
+                set_info_metrics(front, models)
                 self._started.set()
                 await self._stopping.wait()
                 await front.shut_down("The test is over.")

@@ -166,7 +166,7 @@ def test_each_request_is_a_span_of_its_caller_s_trace(start_local: Callable[...,
 def test_a_silent_collector_does_not_delay_shutdown() -> None:
     """The exporter itself makes several attempts, of ten seconds each."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", "tiny")
+        tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
         tracer.export(RequestStats(0.0), {}, "order-10", COMPLETIONS, 200, 1.0)
         begun = time.monotonic()
         tracer.close()

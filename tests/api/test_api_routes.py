@@ -9,8 +9,8 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 from toolkit.api.app import ROUTERS, make_app
-from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.api.http.routes import Access, RouteTable, access
+from toolkit.api.http.server import ServedModel, Server
 from toolkit.config import ServerConfig
 from toolkit.metrics import Metrics
 
@@ -42,8 +42,8 @@ def table() -> RouteTable:
 
 def test_routes_are_open_keyed_admin_or_model_work(table: RouteTable) -> None:
     engine: Any = SimpleNamespace(metrics=Metrics("tk", "model"))
-    service: Any = SimpleNamespace(config=ServerConfig(), engine=engine, plugins=FrontEndPlugins())
-    document = make_app(service).access_control.app.openapi()
+    server = Server(ServerConfig(), [ServedModel(engine, ("model",))])
+    document = make_app(server).access_control.app.openapi()
     routes = {
         f"{method.upper()} {path}"
         for path, methods in document["paths"].items()

@@ -110,6 +110,11 @@ def test_usage_errors_are_one_line(tk: Callable, line: str):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_server_has_one_model(tk: Callable):
+    done = tk("serve", "a", "b", "c")
+    assert done.stderr.startswith("tk: A server has one model; also given: b c. Start a server for")
+
+
 def test_tk_without_a_command_prints_help_to_stderr(tk: Callable):
     done = tk()
     assert (done.returncode, done.stdout) == (2, "")

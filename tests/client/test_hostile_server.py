@@ -50,7 +50,10 @@ PAGES = {
     "/health": {},
     "/v1/models": {"data": [{"id": EVIL}]},
     "/version": {"version": EVIL},
-    "/server_info": {"version": EVIL, "engine": {EVIL: {EVIL: EVIL}}, "device": {EVIL: EVIL}},
+    "/server_info": {
+        "version": EVIL,
+        "models": [{"model": EVIL, "engine": {EVIL: {EVIL: EVIL}}, "device": {EVIL: EVIL}}] * 2,
+    },
     "/tk/requests": {"requests": [LIVE]},
     "/metrics": METRICS,
     "/v1/completions": ANSWER,

@@ -86,7 +86,7 @@ def test_streams_of_two_engines_survive_a_killed_actor(
     """Tokens before and after equal those of one process. The other engine keeps running."""
     before = actors()
     assert len({rank.ppid() for rank in before}) == len(before) == 2, "each engine has its own node"
-    assert server.http.get("/server_info").json()["device"]["world_size"] == 1
+    assert server.http.get("/server_info").json()["models"][0]["device"]["world_size"] == 1
 
     def kill() -> None:
         before[0].kill()

@@ -93,5 +93,5 @@ async def teapot(request: Request, call_next: RequestResponseEndpoint) -> Respon
     if "x-coffee" in request.headers:
         return PlainTextResponse("I'm a teapot", 418)
     response = await call_next(request)
-    response.headers["x-teapot"] = request.app.state.service.model_name
+    response.headers["x-teapot"] = request.app.state.server.models[0].name
     return response

@@ -6,7 +6,7 @@ of processes that run it. With TEST_STEPS=equal, drafts are thought to cost noth
 verified does not depend on how busy the machine is. TEST_METRICS_INTERVAL: between two readings of
 /metrics, in seconds. TEST_PROBE_TIMEOUT: for the step that a probe asks for, in seconds; a step is
 recent for a fifth of that. TEST_NUM_FILES: limit of open files. Pauses between restarts of an
-engine are short, and a silent one gets a ping soon.
+engine are short.
 """
 
 from __future__ import annotations

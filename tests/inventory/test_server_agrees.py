@@ -45,7 +45,7 @@ def test_dry_run_json_matches_server_info(server: LocalServer, dry_run: Callable
     done = dry_run(*SETTINGS, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     estimate = json.loads(done.stdout)
-    actual = server.http.get("/server_info").json()["device"]
+    actual = server.http.get("/server_info").json()["models"][0]["device"]
     names = (
         "dtype", "num_parameters", "block_size", "num_blocks", "cache_bytes", "max_model_len",
     )  # fmt: skip

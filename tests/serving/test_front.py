@@ -16,12 +16,15 @@ def test_objects_of_start_up_are_exempt_from_collection(monkeypatch):
     async def nothing(*_: object) -> None:
         pass
 
-    one = front.SingleProcess(EngineConfig(model=ModelConfig(model="m")), ServerConfig(), "m")
+    setup = front.ModelSetup(EngineConfig(model=ModelConfig(model="m")), ("m",))
+    one = front.SingleProcess([setup], ServerConfig())
     cores = types.SimpleNamespace(infos=[])
-    engine = types.SimpleNamespace(start=nothing, tokenizer=None, cores=cores, default_sampling={})
-    monkeypatch.setattr(one, "_engine", engine)
+    engine = types.SimpleNamespace(
+        start=nothing, tokenizer=None, cores=cores, default_sampling={}, died=asyncio.Event()
+    )
+    monkeypatch.setattr(one, "_engines", [engine])
     http = types.SimpleNamespace(start=nothing)
-    monkeypatch.setattr(front, "_import_server", lambda: lambda *_: http)
+    monkeypatch.setattr(front, "make_server", lambda *_: http)
     gc.unfreeze()
     try:
         asyncio.run(one.start(None, None))

@@ -22,7 +22,7 @@ def test_streams_survive_the_death_of_a_stage_and_a_signal_ends_all(
     assert server.stderr.count("rank 1 ended unexpectedly (killed by signal 9)") == 1
     assert "Traceback" not in server.stderr
     until(lambda: gone(last))
-    assert server.http.get("/server_info").json()["device"]["world_size"] == 2
+    assert server.http.get("/server_info").json()["models"][0]["device"]["world_size"] == 2
     [successor] = ranks(server)
     server.signal(signal.SIGTERM)
     assert server.wait() == 0

@@ -56,7 +56,7 @@ def test_streams_survive_a_rank_that_hangs(server: Server, reference: Reference)
     until(lambda: gone(rank))
     [other] = ranks(server)
     assert other.pid != rank.pid
-    assert server.http.get("/server_info").json()["device"]["world_size"] == 2
+    assert server.http.get("/server_info").json()["models"][0]["device"]["world_size"] == 2
 
 
 def test_the_only_engine_is_replaced_with_its_ranks(server: Server, reference: Reference) -> None:

@@ -131,9 +131,9 @@ class Canned:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
             return httpx.Response(401, json={"error": {"message": "This needs the admin key."}})
         if request.url.path == "/server_info":
-            scheduler = {"max_num_seqs": 99, "scheduling_policy": "fcfs"}
+            engine = {"scheduler": {"max_num_seqs": 99, "scheduling_policy": "fcfs"}}
             return httpx.Response(
-                200, json={"version": "9.8.7", "engine": {"scheduler": scheduler}}
+                200, json={"version": "9.8.7", "models": [{"model": "m", "engine": engine}]}
             )
         if request.method == "DELETE":
             id = request.url.path.rpartition("/")[2]

@@ -13,7 +13,7 @@ from toolkit.api.http.layers.gate import CLIENT_CLOSED_REQUEST, Gate
 from toolkit.api.http.layers.tracing import Tracer
 from toolkit.api.http.openapi import DOCS_FILES, describe, serve_docs_from_memory
 from toolkit.api.http.routes import RouteTable
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import Server
 from toolkit.api.http.streaming import ClientDisconnectedError
 from toolkit.api.openai import chat, completions, models, responses, tokenize
 from toolkit.api.pooling import embeddings, score
@@ -36,7 +36,7 @@ class RouteError(ToolkitError):
     type = "invalid_request_error"
 
 
-def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
+def make_app(server: Server, tracer: Tracer | None = None) -> Gate:
     """Return the server's application: the gate around middleware and routes.
 
     Raises PluginError for middleware that cannot be used."""
@@ -47,7 +47,7 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
         static_url=DOCS_FILES,
         redirect_slashes=False,
     )
-    app.state.service = service
+    app.state.server = server
     serve_docs_from_memory(app)
     routes = RouteTable()
     routes.add(app.routes, open_paths=OPEN_DOCS)
@@ -87,5 +87,5 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Gate:
         # Starlette raises the error again, and the gate logs it.
         return error_response(error, request.scope)
 
-    gate = app.state.gate = Gate(service.plugins.wrap(app), routes, service, tracer)
+    gate = app.state.gate = Gate(server.plugins.wrap(app), routes, server, tracer)
     return gate

@@ -15,7 +15,7 @@ from toolkit.api.http.connections.kept_connection import KeptConnection
 from toolkit.api.http.connections.last_will import Slot
 from toolkit.api.http.connections.listener import Acceptor, max_connections, tls
 from toolkit.api.http.layers.tracing import Tracer
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import Server
 
 CLOSE_TIMEOUT = 10.0  # seconds for clients to read the end of their responses
 KEEP_ALIVE = 75  # seconds until an idle connection is closed
@@ -25,13 +25,13 @@ HANDSHAKE_TIMEOUT = 30.0  # seconds
 class HTTPServer:
     """Serves the connections of a listening socket, and connections that it is given."""
 
-    def __init__(self, service: Service) -> None:
-        config = service.config
-        self._engine, self._templates = service.engine, service.templates
+    def __init__(self, server: Server) -> None:
+        config = server.config
+        self._models, self._templates = server.models, server.templates
         self._request_timeout = config.request_timeout
         endpoint = config.otlp_traces_endpoint
-        self._tracer = Tracer(endpoint, service.model_name) if endpoint else None
-        self.gate = make_app(service, self._tracer)
+        self._tracer = Tracer(endpoint) if endpoint else None
+        self.gate = make_app(server, self._tracer)
         # uvicorn waits for open connections without a limit. The caller of `drain` sets one.
         self._config = uvicorn.Config(
             self.gate,
@@ -106,7 +106,8 @@ class HTTPServer:
     def _expire(self) -> None:
         """End requests that exceed the time limit, periodically."""
         if self._request_timeout is not None:
-            self._engine.expire(self._request_timeout)
+            for model in self._models:
+                model.engine.expire(self._request_timeout)
             interval = min(1.0, self._request_timeout / 4)
             self._expiring = asyncio.get_running_loop().call_later(interval, self._expire)
 

@@ -105,7 +105,7 @@ def explain(error: Exception) -> int:
     if isinstance(error, ToolkitError):
         return _fail(error.message, 1 if isinstance(error, OutOfMemoryError) else 2)
     if isinstance(error, typer.TyperException):
-        return _fail(error.format_message(), error.exit_code)
+        return _fail(_usage_message(error), error.exit_code)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _fail(
             f"Cannot write to {error.filename or 'the output or a file'}: {error.strerror}.", 2
@@ -116,6 +116,17 @@ def explain(error: Exception) -> int:
         f"{save_traceback(error)} Please report it with the output of 'tk collect-env'.",
         1,
     )
+
+
+def _usage_message(error: typer.TyperException) -> str:
+    message: str = error.format_message()
+    context = getattr(error, "ctx", None)
+    if message.startswith("Got unexpected extra") and getattr(context, "info_name", "") == "serve":
+        return (
+            f"A server has one model; also given: {message.partition(' (')[2].removesuffix(')')}. "
+            "Start a server for each model, each with its own --port."
+        )
+    return message
 
 
 def _fail(message: str, code: int) -> int:

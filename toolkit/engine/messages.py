@@ -161,6 +161,7 @@ class RequestInfo(msgspec.Struct):
     origin: str  # address of the client
     n: int = 1
     adapter: str = ""  # name of the LoRA adapter
+    model: str = ""  # name of the model, once the server knows it
 
 
 class RequestList(msgspec.Struct, tag="requests"):

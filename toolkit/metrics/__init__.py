@@ -116,12 +116,14 @@ class Throughput:
 
 
 class Metrics:
-    """The metrics of one served model. Times in seconds, lengths in tokens."""
+    """The metrics of one engine of a model. All of a server are in one registry.
+
+    Times in seconds, lengths in tokens."""
 
     def __init__(
         self, prefix: str, model_name: str, engine: str = "0", shared: Metrics | None = None
     ) -> None:
-        """`shared`: metrics of another engine of this server, to use the same registry."""
+        """`shared`: metrics of another engine or model of this server, to use its registry."""
         self.registry: CollectorRegistry = (
             CollectorRegistry() if shared is None else shared.registry
         )
@@ -129,9 +131,9 @@ class Metrics:
         self._prefix = prefix
         self._values = (model_name, engine)
         self.throughput = Throughput()
-        # All engines of the server, by label.
-        self.engines: dict[str, Metrics] = {} if shared is None else shared.engines
-        self.engines[engine] = self
+        self._all: dict[tuple[str, str], Metrics] = {} if shared is None else shared._all
+        """Those of all engines of the server, by labels."""
+        self._all[self._values] = self
         if shared is None:
             self.registry.register(DroppedLines(prefix))
 
@@ -316,16 +318,23 @@ class Metrics:
         )
 
     def for_engine(self, engine: int) -> Metrics:
-        """Return the metrics of one engine of the server, in the same registry."""
-        label = str(engine)
-        return self.engines.get(label) or Metrics(self._prefix, self._values[0], label, self)
+        """Return the metrics of another engine of the model."""
+        return self._other(self._values[0], str(engine))
+
+    def for_model(self, name: str) -> Metrics:
+        """Return the metrics of another model of the server."""
+        return self._other(name, "0")
+
+    def _other(self, model_name: str, engine: str) -> Metrics:
+        known = self._all.get((model_name, engine))
+        return known or Metrics(self._prefix, model_name, engine, self)
 
     def observe_throughput(self) -> tuple[float, float, float]:
         """Set each engine's gauges.
 
         Returns (steps, tokens computed, tokens generated) per second, summed over engines."""
         now, total = time.monotonic(), (0.0, 0.0, 0.0)
-        for one in self.engines.values():
+        for one in self._all.values():
             steps, computed, generated = one.throughput.take(now)
             one.iterations_per_second.set(steps)
             one.computed_tokens_per_second.set(computed)
@@ -394,7 +403,7 @@ class Metrics:
 
     def describe(self, name: str, text: str, labels: dict[str, str]) -> None:
         """Add an info metric: a gauge that is always 1 and has these labels."""
-        gauge = Gauge(f"{self._prefix}:{name}", text, (*LABELS, *labels), registry=self.registry)
+        gauge = self._family(Gauge, name, text, *labels)
         gauge.labels(*self._values, *labels.values()).set(1)
 
     def observe_machine(self, *, gpu: bool) -> None:

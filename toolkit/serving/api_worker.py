@@ -19,8 +19,6 @@ import uvloop
 
 from toolkit.api.http.connections.last_will import NO_SLOT, Slot
 from toolkit.api.http.connections.listener import CONNECTIONS_PER_TURN, RETRY_INTERVAL
-from toolkit.api.http.plugins import FrontEndPlugins
-from toolkit.api.http.service import Service
 from toolkit.api.http_server import HTTPServer
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.cores.core_client import CoreLink
@@ -34,6 +32,7 @@ from toolkit.metrics.merge import snapshot
 from toolkit.sampling.logits_processors import preload
 from toolkit.serving.control import (
     ControlChannel,
+    CoreAddress,
     CoreDead,
     CoreLoads,
     CoreRestarted,
@@ -41,6 +40,7 @@ from toolkit.serving.control import (
     Drain,
     Drained,
     Exposition,
+    FoundModel,
     GetExposition,
     GetMetrics,
     Prepared,
@@ -51,7 +51,8 @@ from toolkit.serving.control import (
     ToWorker,
     WorkerMetrics,
 )
-from toolkit.text.tokenizer import load_tokenizer
+from toolkit.serving.front import ModelFacts, make_server
+from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class APIWorker:
         self._connections, self._wills = connections, wills
         self._scrapes: list[asyncio.Future[bytes]] = []  # waiting for an Exposition
         self._draining: asyncio.Task[None] | None = None
+        self._http: HTTPServer
 
     async def run(self) -> None:
         """Serve until the first process sends ShutDown. Report an error of start-up to it."""
@@ -83,65 +85,78 @@ class APIWorker:
         setup = await self._receive()
         assert isinstance(setup, Setup)
         LogStyle.of(setup.server.log_level, setup.server.log_format).apply()
-        template = setup.engine.model.chat_template
-        tokenizer = await asyncio.to_thread(load_tokenizer, Path(setup.tokenizer_folder), template)
-        await asyncio.to_thread(preload, setup.engine.plugins)
+        self._client, setups = setup.client, [model.setup for model in setup.models]
+        tokenizers = []
+        for model in setup.models:
+            config = model.setup.engine
+            tokenizers.append(
+                await asyncio.to_thread(
+                    load_tokenizer, Path(model.tokenizer_folder), config.model.chat_template
+                )
+            )
+            await asyncio.to_thread(preload, config.plugins)
         self._channel.send(Prepared())
         start = await self._receive()
         assert isinstance(start, StartServing)
-        metrics = Metrics(setup.server.metrics_prefix, setup.names[0])
-        file = Path(setup.adapter_file) if setup.adapter_file else None
-        self._engine = AsyncLLM(config=setup.engine, metrics=metrics, adapter_file=file)
-        self._client = setup.client
-        cores = [
-            None if core.info is None else (self._link(core.sockets), core.info)
-            for core in start.cores
+        self._metrics = Metrics(setup.server.metrics_prefix, setups[0].names[0])
+        self._engines = [
+            self._connect(*one) for one in zip(setup.models, tokenizers, start.cores, strict=True)
         ]
-        info = smallest_core([core.info for core in start.cores if core.info is not None])
-        self._engine.connect_cores(cores, InputProcessor(Path(setup.folder), tokenizer, info))
-        for index, core in enumerate(start.cores):
-            if core.info is not None:
-                self._engine.cores.watch(index).add_done_callback(_exit_if_failed)
-            elif core.dead:
-                self._engine.cores.remove(index, EngineDeadError(core.dead))
-        plugins = FrontEndPlugins.load(setup.server, strict=setup.engine.plugins.strict_plugins)
-        service = Service(
-            self._engine, setup.names, setup.created, self._expose, setup.server, plugins=plugins
-        )
-        self._http = HTTPServer(service)
+        self._http = make_server(setup.server, setups, self._engines, setup.created, self._expose)
         await self._http.start()
         gc.collect()
         gc.freeze()  # see SingleProcess.start
         self._start_taking()
-        has_template = tokenizer is not None and tokenizer.has_chat_template
-        sampling = self._engine.default_sampling
-        self._channel.send(Serving(tokenizer is not None, has_template, sampling))
+        self._channel.send(Serving([ModelFacts.of(engine) for engine in self._engines]))
+
+    def _connect(
+        self, model: FoundModel, tokenizer: Tokenizer | None, addresses: list[CoreAddress]
+    ) -> AsyncLLM:
+        """Return the engine of a model, on cores that the first process has started."""
+        file = Path(model.adapter_file) if model.adapter_file else None
+        metrics = self._metrics.for_model(model.setup.names[0])
+        engine = AsyncLLM(config=model.setup.engine, metrics=metrics, adapter_file=file)
+        cores = [
+            None if core.info is None else (self._link(core.sockets), core.info)
+            for core in addresses
+        ]
+        info = smallest_core([core.info for core in addresses if core.info is not None])
+        engine.connect_cores(cores, InputProcessor(Path(model.folder), tokenizer, info))
+        for index, core in enumerate(addresses):
+            if core.info is not None:
+                engine.cores.watch(index).add_done_callback(_exit_if_failed)
+            elif core.dead:
+                engine.cores.remove(index, EngineDeadError(core.dead))
+        return engine
 
     async def _handle_messages(self) -> None:
         while True:
             message = await self._receive()
             if isinstance(message, GetMetrics):
-                self._channel.send(WorkerMetrics(snapshot(self._engine.metrics.registry)))
+                self._channel.send(WorkerMetrics(snapshot(self._metrics.registry)))
             elif isinstance(message, Exposition):
                 self._finish_scrapes(message.text)
             elif isinstance(message, Drain):
                 self._draining = asyncio.create_task(self._drain())
             elif isinstance(message, CoresPaused):
-                self._engine.cores.pause(*message.cores)
+                self._engines[message.model].cores.pause(*message.cores)
             elif isinstance(message, CoreRestarted):
-                link = self._link(message.sockets)
-                self._engine.cores.replace(message.core, link, message.info)
-                self._engine.cores.watch(message.core).add_done_callback(_exit_if_failed)
+                link, cores = self._link(message.sockets), self._engines[message.model].cores
+                cores.replace(message.core, link, message.info)
+                cores.watch(message.core).add_done_callback(_exit_if_failed)
             elif isinstance(message, CoreDead):
-                self._engine.cores.remove(message.core, EngineDeadError(message.message))
-                if self._engine.fatal_error is not None:
+                cores = self._engines[message.model].cores
+                cores.remove(message.core, EngineDeadError(message.message))
+                if all(engine.fatal_error is not None for engine in self._engines):
                     self._http.gate.access_control.is_draining = True
             elif isinstance(message, CoreLoads):
-                self._engine.observe_loads(message.num_sequences)
+                self._engines[message.model].observe_loads(message.num_sequences)
             elif isinstance(message, ShutDown):
-                self._engine.abort_all(message.reason)
+                for engine in self._engines:
+                    engine.abort_all(message.reason)
                 await self._http.shut_down()
-                await self._engine.shutdown()
+                for engine in self._engines:
+                    await engine.shutdown()
                 return
 
     def _link(self, sockets: str) -> CoreLink:

@@ -9,26 +9,32 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from toolkit.config import EngineConfig, ServerConfig
+from toolkit.config import ServerConfig
 from toolkit.engine.messages import Failed
 from toolkit.framing import frame, read_frame
 from toolkit.metrics.merge import Family
+from toolkit.serving.front import ModelFacts, ModelSetup
 from toolkit.worker import WorkerInfo
 
 M = TypeVar("M")
 
 
-class Setup(msgspec.Struct, tag="setup"):
-    """First message to a worker: all it needs to prepare while the model loads."""
+class FoundModel(msgspec.Struct):
+    """A model, and where its files are."""
 
-    engine: EngineConfig
-    server: ServerConfig
-    names: tuple[str, ...]  # the model's names in the API
-    created: int
+    setup: ModelSetup
     folder: str
     tokenizer_folder: str
-    client: int  # the worker's number among the clients of a core
     adapter_file: str = ""  # see `AdapterRegistry`; empty: there are no adapters
+
+
+class Setup(msgspec.Struct, tag="setup"):
+    """First message to a worker: all it needs to prepare while the models load."""
+
+    models: list[FoundModel]
+    server: ServerConfig
+    created: int
+    client: int  # the worker's number among the clients of a core
 
 
 class CoreAddress(msgspec.Struct):
@@ -40,9 +46,9 @@ class CoreAddress(msgspec.Struct):
 
 
 class StartServing(msgspec.Struct, tag="start"):
-    """Reply to Prepared as soon as a core runs: serve connections."""
+    """Reply to Prepared as soon as each model has a core: serve connections."""
 
-    cores: list[CoreAddress]
+    cores: list[list[CoreAddress]]  # of each model
 
 
 class Drain(msgspec.Struct, tag="drain"):
@@ -58,12 +64,14 @@ class ShutDown(msgspec.Struct, tag="shut_down"):
 class CoresPaused(msgspec.Struct, tag="paused"):
     """Cores have died and are being restarted."""
 
+    model: int
     cores: list[int]
 
 
 class CoreRestarted(msgspec.Struct, tag="restarted"):
     """A new core runs in place of a dead one: resubmit its requests."""
 
+    model: int
     core: int
     sockets: str
     info: WorkerInfo
@@ -72,6 +80,7 @@ class CoreRestarted(msgspec.Struct, tag="restarted"):
 class CoreDead(msgspec.Struct, tag="dead"):
     """A core has died and is not restarted."""
 
+    model: int
     core: int
     message: str
 
@@ -79,6 +88,7 @@ class CoreDead(msgspec.Struct, tag="dead"):
 class CoreLoads(msgspec.Struct, tag="loads"):
     """Load of each of several cores."""
 
+    model: int
     num_sequences: list[int]
 
 
@@ -99,9 +109,7 @@ class Prepared(msgspec.Struct, tag="prepared"):
 class Serving(msgspec.Struct, tag="serving"):
     """The worker serves requests."""
 
-    has_tokenizer: bool
-    has_chat_template: bool
-    sampling: dict[str, float]
+    models: list[ModelFacts]
 
 
 class WorkerMetrics(msgspec.Struct, tag="metrics"):

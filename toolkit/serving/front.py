@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
@@ -15,7 +18,7 @@ from toolkit.engine.cores.launch import smallest_core
 from toolkit.errors import ToolkitError
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
-from toolkit.scheduler.stats import EngineStats
+from toolkit.scheduler.stats import EngineStats, total
 from toolkit.worker import Report, WorkerInfo
 
 if TYPE_CHECKING:
@@ -23,13 +26,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model as it was loaded."""
+class ModelSetup:
+    """A model to serve."""
 
-    infos: list[WorkerInfo]  # one per engine core
+    engine: EngineConfig
+    names: tuple[str, ...]  # in the API
+    max_queue: int | None = None  # of this model; the server's limits hold for all together
+    max_queue_tokens: int | None = None
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What a front end has read of a model's folder."""
+
     has_tokenizer: bool
     has_chat_template: bool
     sampling: dict[str, float]  # the model's defaults
+
+    @classmethod
+    def of(cls, engine: AsyncLLM) -> ModelFacts:
+        tokenizer = engine.tokenizer
+        has_template = tokenizer is not None and tokenizer.has_chat_template
+        return cls(tokenizer is not None, has_template, engine.default_sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model as it was loaded."""
+
+    setup: ModelSetup
+    infos: list[WorkerInfo]  # one per engine core
+    facts: ModelFacts
 
     @property
     def info(self) -> WorkerInfo:
@@ -58,8 +84,8 @@ class FrontEnd(Protocol):
         """Requests for model work that are not completely answered."""
         ...
 
-    async def start(self, listener: socket.socket, report: Report) -> ServedModel:
-        """Load the model and serve on a bound socket.
+    async def start(self, listener: socket.socket, report: Report) -> list[LoadedModel]:
+        """Load the models and serve on a bound socket.
 
         Raises ToolkitError for problems that the user can fix."""
         ...
@@ -80,56 +106,65 @@ class FrontEnd(Protocol):
 class SingleProcess:
     """A front end in this process. Only the cores have their own processes."""
 
-    def __init__(self, engine: EngineConfig, server: ServerConfig, names: tuple[str, ...]) -> None:
-        """`names`: the model's names in the API."""
-        self._config, self._names = server, names
-        self._engine = AsyncLLM(
-            config=engine,
-            metrics=Metrics(server.metrics_prefix, names[0]),
-            log=LogStyle.of(server.log_level, server.log_format),
-        )
-        self.failed = self._engine.died
-        self.metrics = self._engine.metrics
+    def __init__(self, setups: Sequence[ModelSetup], server: ServerConfig) -> None:
+        self._setups, self._config = setups, server
+        self.metrics = Metrics(server.metrics_prefix, setups[0].names[0])
+        log = LogStyle.of(server.log_level, server.log_format)
+        self._engines = [
+            AsyncLLM(config=one.engine, metrics=self.metrics.for_model(one.names[0]), log=log)
+            for one in setups
+        ]
+        self.failed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
         self._http: HTTPServer | None = None
-        self._has_core = False
+        self._started: list[AsyncLLM] = []
 
     @property
     def stats(self) -> EngineStats:
         """Sums over the cores, as of their last steps."""
-        return self._engine.stats
+        return total([engine.stats for engine in self._engines])
 
     @property
     def failure(self) -> ToolkitError | None:
         """Cause of the death of the last core."""
-        return self._engine.fatal_error
+        errors = [engine.fatal_error for engine in self._engines]
+        return errors[-1] if all(errors) else None
 
     @property
     def num_active(self) -> int:
         """Requests for model work that are not completely answered."""
         return self._http.gate.num_active if self._http is not None else 0
 
-    async def start(self, listener: socket.socket, report: Report) -> ServedModel:
-        """Load the model and serve."""
-        importing = asyncio.create_task(asyncio.to_thread(_import_server))  # while the cores start
+    async def start(self, listener: socket.socket, report: Report) -> list[LoadedModel]:
+        """Load the models, one after the other, and serve."""
+        # While the cores start:
+        importing = asyncio.create_task(
+            asyncio.to_thread(importlib.import_module, "toolkit.api.http_server")
+        )
         try:
-            await self._engine.start(report)
+            for engine in self._engines:
+                await engine.start(report)
+                self._started.append(engine)
         except BaseException:
             importing.cancel()
             raise
-        self._has_core = True
-        make_server = await importing
-        self._http = make_server(self._engine, self._names, self._config)
+        await importing
+        self._http = make_server(self._config, self._setups, self._engines)
         await self._http.start(listener)
+        self._watching = asyncio.create_task(self._wait_for_deaths())
         # A full collection of what start-up made takes 0.1 s, and would come every 20 s under load.
         gc.collect()
         gc.freeze()
-        tokenizer = self._engine.tokenizer
-        return ServedModel(
-            self._engine.cores.infos,
-            tokenizer is not None,
-            tokenizer is not None and tokenizer.has_chat_template,
-            self._engine.default_sampling,
-        )
+        return [
+            LoadedModel(setup, engine.cores.infos, ModelFacts.of(engine))
+            for setup, engine in zip(self._setups, self._engines, strict=True)
+        ]
+
+    async def _wait_for_deaths(self) -> None:
+        """Set `failed` when no model can run any more."""
+        for engine in self._engines:
+            await engine.died.wait()
+        self.failed.set()
 
     async def drain(self) -> None:
         """Refuse new work and wait until all accepted requests are answered."""
@@ -138,23 +173,37 @@ class SingleProcess:
 
     async def shut_down(self, reason: str) -> None:
         """End open requests and close all connections."""
-        self._engine.abort_all(reason)
+        for engine in self._engines:
+            engine.abort_all(reason)
         assert self._http is not None
         await self._http.shut_down()
 
     async def close(self) -> None:
         """End the cores."""
-        if self._has_core:
-            await self._engine.shutdown()
+        if self._watching is not None:
+            self._watching.cancel()
+        for engine in self._started:
+            await engine.shutdown()
 
 
-def _import_server() -> Callable[[AsyncLLM, tuple[str, ...], ServerConfig], HTTPServer]:
+def make_server(
+    config: ServerConfig,
+    setups: Sequence[ModelSetup],
+    engines: Sequence[AsyncLLM],
+    created: int | None = None,
+    expose: Callable[[], Awaitable[bytes]] | None = None,
+) -> HTTPServer:
+    """Return an HTTP server for started engines. See `Server`."""
     from toolkit.api.http.plugins import FrontEndPlugins
-    from toolkit.api.http.service import Service
+    from toolkit.api.http.server import QueueLimits, ServedModel, Server
     from toolkit.api.http_server import HTTPServer
 
-    def make(engine: AsyncLLM, names: tuple[str, ...], config: ServerConfig) -> HTTPServer:
-        plugins = FrontEndPlugins.load(config, strict=engine.config.plugins.strict_plugins)
-        return HTTPServer(Service(engine, names, config=config, plugins=plugins))
-
-    return make
+    models = []
+    for setup, engine in zip(setups, engines, strict=True):
+        limits = None
+        if setup.max_queue is not None:
+            limits = QueueLimits(setup.max_queue, setup.max_queue_tokens)
+        models.append(ServedModel(engine, setup.names, not config.served_model_name, limits))
+    strict = any(setup.engine.plugins.strict_plugins for setup in setups)
+    plugins = FrontEndPlugins.load(config, strict=strict)
+    return HTTPServer(Server(config, models, created=created, plugins=plugins, expose=expose))

@@ -19,7 +19,7 @@ from toolkit.api.http.connections.listener import listen, raise_file_limit
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.logs import LogStyle, writes_json
 from toolkit.serving.checks import check_server_settings
-from toolkit.serving.front import FrontEnd, SingleProcess
+from toolkit.serving.front import FrontEnd, ModelSetup, SingleProcess
 from toolkit.serving.ready_card import print_ready_card
 from toolkit.serving.stats_log import log_stats, set_info_metrics
 from toolkit.serving.supervisor import Supervisor
@@ -39,7 +39,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
         raise_file_limit()
         warn_of_open_adapters(engine, config, listener)
         warn_of_visible_keys(sys.argv)
-        front = _make_front_end(engine, config, names)
+        front = _make_front_end([ModelSetup(engine, names)], config)
         signals = _Signals()
         try:
             starting = asyncio.create_task(front.start(listener, _report))
@@ -48,9 +48,9 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
                 return 130 if signals.first == signal.SIGINT else 0
-            served = starting.result()
-            print_ready_card(served, names[0], listener, config, time.perf_counter() - started_at)
-            set_info_metrics(front, engine, served)
+            models = starting.result()
+            print_ready_card(models[0], listener, config, time.perf_counter() - started_at)
+            set_info_metrics(front, models)
             logging_stats = asyncio.create_task(log_stats(front, log=not config.disable_log_stats))
             _notify_systemd("READY=1")
             await _serve_until_stopped(front, config.shutdown_timeout, signals)
@@ -84,10 +84,8 @@ def warn_of_visible_keys(arguments: Sequence[str]) -> None:
         )
 
 
-def _make_front_end(engine: EngineConfig, config: ServerConfig, names: tuple[str, ...]) -> FrontEnd:
-    if config.api_workers == 1:
-        return SingleProcess(engine, config, names)
-    return Supervisor(engine, config, names)
+def _make_front_end(setups: Sequence[ModelSetup], config: ServerConfig) -> FrontEnd:
+    return (SingleProcess if config.api_workers == 1 else Supervisor)(setups, config)
 
 
 async def _serve_until_stopped(front: FrontEnd, timeout: float, signals: _Signals) -> None:

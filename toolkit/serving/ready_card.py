@@ -9,7 +9,7 @@ import sys
 from toolkit.config import ServerConfig
 from toolkit.logs import writes_json
 from toolkit.sampling.params import describe_sampling
-from toolkit.serving.front import ServedModel
+from toolkit.serving.front import LoadedModel
 from toolkit.units import count
 from toolkit.version import __version__
 
@@ -19,15 +19,15 @@ MOST_NAMES = 8  # of adapters
 
 
 def print_ready_card(
-    served: ServedModel, name: str, listener: socket.socket, config: ServerConfig, seconds: float
+    model: LoadedModel, listener: socket.socket, config: ServerConfig, seconds: float
 ) -> None:
     """Print model, device, KV cache size, URL and a working curl command to stderr.
 
     A log in JSON gets them as one line."""
     url = _url(listener, config)
     title = f"tk {__version__} ready in {seconds:.1f} s"
-    facts = _facts(served, name, config)
-    curl = _curl(served, url, config)
+    facts = _facts(model, config)
+    curl = _curl(model, url, config)
     if writes_json():
         fields = {"seconds": round(seconds, 3), **facts, "URL": url, "curl": curl}
         logger.info("%s at %s", title, url, extra={"fields": fields})
@@ -47,24 +47,24 @@ def print_ready_card(
     print(f"Try:\n{curl}", file=sys.stderr, flush=True)
 
 
-def _facts(served: ServedModel, name: str, config: ServerConfig) -> dict[str, str]:
+def _facts(model: LoadedModel, config: ServerConfig) -> dict[str, str]:
     """Return the rows of the card above its URL."""
-    info = served.info
+    info, name = model.info, model.setup.names[0]
     facts = {
         "model": f"{name} ({count(info.model_parameters)} parameters, {info.weight_type})",
         "device": f"{info.device}, attention: {info.attention_backend}",
     }
-    if len(served.infos) > 1:
-        number = len(served.infos)
+    if len(model.infos) > 1:
+        number = len(model.infos)
         facts["engines"] = f"{number}, each with the complete model and its own KV cache"
     if info.chunks_prompts:
-        capacity = sum(one.num_blocks * one.block_size for one in served.infos)
+        capacity = sum(one.num_blocks * one.block_size for one in model.infos)
         facts["KV cache"] = (
             f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full "
             f"{info.max_model_len:,}"
         )
     if info.generates:
-        facts["sampling"] = f"{describe_sampling(served.sampling)} (by default)"
+        facts["sampling"] = f"{describe_sampling(model.facts.sampling)} (by default)"
     if info.pooling is not None:
         tasks = ", ".join(info.tasks)
         facts["tasks"] = f"{tasks}: texts of up to {info.max_model_len:,} tokens"
@@ -89,23 +89,21 @@ def _url(listener: socket.socket, config: ServerConfig) -> str:
     return f"{scheme}://{shown_host}:{port}"
 
 
-def _curl(served: ServedModel, url: str, config: ServerConfig) -> str:
+def _curl(model: LoadedModel, url: str, config: ServerConfig) -> str:
     """Return a command in one line, to be pasted. KEY stands for a key that no variable has."""
     name = '"$TK_API_KEY"' if os.environ.get("TK_API_KEY") else "KEY"
     key = f" -H 'Authorization: Bearer '{name}" if config.api_key else ""
-    task = (
-        None if served.info.generates or served.info.pooling is None else served.info.pooling.task
-    )
+    task = None if model.info.generates or model.info.pooling is None else model.info.pooling.task
     if task == "embed":
         path, body = "embeddings", '{"input": "The sea is calm."}'
     elif task == "score":
         path, body = "score", '{"text_1": "What is the sea like?", "text_2": "The sea is calm."}'
-    elif served.has_chat_template:
+    elif model.facts.has_chat_template:
         path, body = (
             "chat/completions",
             '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}',
         )
-    elif served.has_tokenizer:
+    elif model.facts.has_tokenizer:
         path, body = "completions", '{"prompt": "The sea is", "max_tokens": 32}'
     else:
         path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 32}'

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import platform
+from collections.abc import Sequence
 
-from toolkit.config import EngineConfig, options
+from toolkit.config import options
 from toolkit.config.engine import PARTS
-from toolkit.serving.front import FrontEnd, ServedModel
+from toolkit.metrics import Metrics
+from toolkit.serving.front import FrontEnd, LoadedModel
 from toolkit.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -37,9 +39,15 @@ async def log_stats(front: FrontEnd, *, log: bool) -> None:
         await asyncio.sleep(INTERVAL)
 
 
-def set_info_metrics(front: FrontEnd, engine: EngineConfig, served: ServedModel) -> None:
+def set_info_metrics(front: FrontEnd, models: Sequence[LoadedModel]) -> None:
     """Set the metrics that describe versions, settings and the machine."""
-    metrics, info = front.metrics, served.info
+    for model in models:
+        _describe(front.metrics.for_model(model.setup.names[0]), model)
+    front.metrics.observe_machine(gpu=any(model.info.device != "cpu" for model in models))
+
+
+def _describe(metrics: Metrics, model: LoadedModel) -> None:
+    engine, info = model.setup.engine, model.info
     versions = {
         "version": __version__,
         "python_version": platform.python_version(),
@@ -48,9 +56,9 @@ def set_info_metrics(front: FrontEnd, engine: EngineConfig, served: ServedModel)
     metrics.describe("build_info", "Versions of tk and Python, and the device.", versions)
     cache = {
         "block_size": info.block_size,
-        "num_gpu_blocks": sum(one.num_blocks for one in served.infos),
-        "num_cpu_blocks": sum(one.num_host_blocks for one in served.infos),
-        "cache_bytes": sum(one.cache_bytes for one in served.infos),
+        "num_gpu_blocks": sum(one.num_blocks for one in model.infos),
+        "num_cpu_blocks": sum(one.num_host_blocks for one in model.infos),
+        "cache_bytes": sum(one.cache_bytes for one in model.infos),
         "enable_prefix_caching": engine.cache.enable_prefix_caching,
         "cache_dtype": engine.cache.kv_cache_dtype,
         "gpu_memory_utilization": engine.cache.gpu_memory_utilization,
@@ -67,4 +75,3 @@ def set_info_metrics(front: FrontEnd, engine: EngineConfig, served: ServedModel)
         if row.name != "chat_template"  # it may be private text, and /metrics needs no key
     }
     metrics.describe("config_info", "Engine settings.", settings)
-    metrics.observe_machine(gpu=info.device != "cpu")

@@ -12,16 +12,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.api.http.connections.listener import Acceptor
-from toolkit.config import EngineConfig, ServerConfig
-from toolkit.engine.async_llm import find_folders
-from toolkit.engine.cores.core_client import CoreClient, CoreMessage, describe_exit
-from toolkit.engine.cores.launch import plan_launches
-from toolkit.engine.cores.pool import Core, CorePool
-from toolkit.engine.cores.replica import lost_core_error
-from toolkit.engine.front.observation import observe_gauges, observe_step
-from toolkit.engine.local_files import with_local_files
-from toolkit.engine.messages import ClientGone, EngineOutputs, Failed
-from toolkit.errors import EngineDeadError, ToolkitError, error_of_kind
+from toolkit.config import ServerConfig
+from toolkit.engine.cores.core_client import describe_exit
+from toolkit.engine.messages import Failed
+from toolkit.errors import ToolkitError, error_of_kind
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import Family, expose, merge, snapshot
@@ -29,14 +23,10 @@ from toolkit.metrics.shared import SharedReading
 from toolkit.scheduler.stats import EngineStats, total
 from toolkit.serving.control import (
     ControlChannel,
-    CoreAddress,
-    CoreDead,
-    CoreLoads,
-    CoreRestarted,
-    CoresPaused,
     Drain,
     Drained,
     Exposition,
+    FoundModel,
     FromWorker,
     GetExposition,
     GetMetrics,
@@ -48,8 +38,9 @@ from toolkit.serving.control import (
     ToWorker,
     WorkerMetrics,
 )
-from toolkit.serving.front import ServedModel
+from toolkit.serving.front import LoadedModel, ModelFacts, ModelSetup
 from toolkit.serving.kept_connections import Ended, KeptConnections
+from toolkit.serving.model_cores import ModelCores
 from toolkit.worker import Report
 
 logger = logging.getLogger(__name__)
@@ -58,7 +49,6 @@ MAX_RESTARTS = 3  # of workers, within RESTART_WINDOW
 RESTART_WINDOW = 60.0  # seconds
 END_TIMEOUT = 12.0  # seconds for workers to end; a little more than for their connections
 METRICS_TIMEOUT = 1.0  # seconds for a worker to send metrics; then its last ones are used
-LOADS_INTERVAL = 0.02  # seconds, at least, between two CoreLoads
 
 
 class WorkerDiedError(ToolkitError):
@@ -98,59 +88,66 @@ class Supervisor:
     their last wills, and hands idle ones to other workers. With TLS, whose state only the worker
     has, they are cut."""
 
-    def __init__(self, engine: EngineConfig, server: ServerConfig, names: tuple[str, ...]) -> None:
-        """`names`: the model's names in the API."""
+    def __init__(self, setups: Sequence[ModelSetup], server: ServerConfig) -> None:
         self.failed = asyncio.Event()
         self.failure: ToolkitError | None = None
-        self._engine, self._config, self._names = engine, server, names
+        self._config = server
         self._created = int(time.time())
-        self.metrics = Metrics(server.metrics_prefix, names[0])
-        self.metrics.max_loras = engine.lora.max_loras
+        self.metrics = Metrics(server.metrics_prefix, setups[0].names[0])
+        self._models = [
+            ModelCores(
+                index,
+                setup,
+                self.metrics.for_model(setup.names[0]),
+                self._broadcast,
+                self._on_cores_changed,
+            )
+            for index, setup in enumerate(setups)
+        ]
+        self._found: list[FoundModel] = []
         self._workers: list[_WorkerProcess] = []
         self._num_clients = 1
         self._restarts: deque[float] = deque()
         self._dead_workers: list[Family] = []  # their metrics
         self._exposition = SharedReading(self._collect_exposition)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._served: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
+        self._served: asyncio.Future[list[ModelFacts]] = asyncio.get_running_loop().create_future()
         """Done when all workers serve for the first time, or cannot."""
         self._is_ending = False  # workers that end are no longer replaced
         self._shared = tempfile.TemporaryDirectory(prefix="tk-")
-        """Folder with the file of adapters that the workers share."""
-        self._pool = CorePool(0, self)
-        self._stats: list[EngineStats] = []  # of each core's latest step
-        self._has_planned_loads = False
+        """Folder with the files of adapters that the workers share."""
         self._acceptor: Acceptor | None = None
 
     @property
     def stats(self) -> EngineStats:
         """Sums over the cores, as of their last steps."""
-        return total(self._stats)
+        return total([model.stats for model in self._models])
 
     @property
     def num_active(self) -> int:
         """Sequences in the cores, as of their last steps."""
         return self.stats.num_running + self.stats.num_waiting
 
-    async def start(self, listener: socket.socket, report: Report) -> ServedModel:
-        """Start the workers and, while they import, the cores. Returns when all workers serve."""
+    async def start(self, listener: socket.socket, report: Report) -> list[LoadedModel]:
+        """Start the workers and, while they import, the cores of one model after the other.
+
+        Returns when all workers serve."""
         for _ in range(self._config.api_workers):
             await self._spawn()
-        self._folders = await find_folders(self._engine.model)
-        engine = await asyncio.to_thread(with_local_files, self._engine)
         log = LogStyle.of(self._config.log_level, self._config.log_format)
-        launches = plan_launches(engine, self._folders[0], log)
-        self._pool = CorePool.launch(launches, self)
-        self._stats = [EngineStats() for _ in launches]
-        for worker in self._workers:
-            self._set_up(worker)
-        self._infos = await self._pool.ready(report)
-        for core in self._pool.cores:
-            self._pool.watch(core.index)
+        for model in self._models:
+            self._found.append(await model.launch(log, self._shared.name))
+            if model is self._models[-1]:
+                for worker in self._workers:
+                    self._set_up(worker)
+            await model.ready(report)
         self._start_prepared()
-        served = await self._served
+        facts = await self._served
         self._acceptor = Acceptor(listener, self._hand_over)
-        return served
+        return [
+            LoadedModel(model.setup, model.infos, one)
+            for model, one in zip(self._models, facts, strict=True)
+        ]
 
     async def drain(self) -> None:
         """Let all workers refuse new work, and wait until they have answered all accepted work."""
@@ -181,7 +178,8 @@ class Supervisor:
         for worker in self._workers:
             worker.process.kill()
             worker.process.wait()
-        await self._pool.stop()
+        for model in self._models:
+            await model.stop()
         self._shared.cleanup()
 
     # ---- workers
@@ -210,28 +208,13 @@ class Supervisor:
         return worker
 
     def _set_up(self, worker: _WorkerProcess) -> None:
-        model, tokenizer = self._folders
-        worker.channel.send(
-            Setup(
-                engine=self._engine,
-                server=self._config,
-                names=self._names,
-                created=self._created,
-                folder=str(model),
-                tokenizer_folder=str(tokenizer),
-                client=worker.client,
-                adapter_file=(
-                    f"{self._shared.name}/adapters" if self._engine.lora.is_enabled else ""
-                ),
-            )
-        )
+        worker.channel.send(Setup(self._found, self._config, self._created, worker.client))
 
     def _start_prepared(self) -> None:
-        """Send StartServing to workers that are prepared, if a core runs."""
-        cores = self._pool.cores
-        if self._is_ending or not any(core.is_ready for core in cores):
+        """Send StartServing to workers that are prepared, if each model has a core."""
+        if self._is_ending or not all(model.has_core for model in self._models):
             return
-        addresses = [_address_of(core) for core in cores]
+        addresses = [model.addresses for model in self._models]
         for worker in self._workers:
             if worker.is_prepared and not worker.is_started:
                 worker.is_started = True
@@ -253,14 +236,7 @@ class Supervisor:
             elif isinstance(message, Serving):
                 worker.is_serving = True
                 if not self._served.done() and all(w.is_serving for w in self._workers):
-                    self._served.set_result(
-                        ServedModel(
-                            self._infos,
-                            message.has_tokenizer,
-                            message.has_chat_template,
-                            message.sampling,
-                        )
-                    )
+                    self._served.set_result(message.models)
             elif isinstance(message, Failed):
                 self._fail(
                     error_of_kind(message.kind, message.message) or WorkerDiedError(message.message)
@@ -307,9 +283,8 @@ class Supervisor:
         # Gauges describe live workers only.
         counters = [family for family in worker.families if family.kind != "gauge"]
         self._dead_workers = merge([self._dead_workers, counters])
-        for core in self._pool.cores:
-            if core.link is not None and not core.is_dead:
-                core.link.send(ClientGone(worker.client))
+        for model in self._models:
+            model.remove_client(worker.client)
         now = time.monotonic()
         while self._restarts and self._restarts[0] < now - RESTART_WINDOW:
             self._restarts.popleft()
@@ -367,47 +342,13 @@ class Supervisor:
 
     # ---- cores and metrics
 
-    def on_message(self, core: Core, message: CoreMessage) -> None:
-        """Record the statistics of a core's steps."""
-        if isinstance(message, EngineOutputs) and message.stats is not None:
-            self._stats[core.index] = message.stats
-            observe_step(self.metrics.for_engine(core.index), message.stats)
-        self._plan_loads()
-
-    def on_failed(self, cores: Sequence[Core]) -> int:
-        for core in cores:
-            self._stats[core.index] = EngineStats(adapters={})
-            observe_gauges(self.metrics.for_engine(core.index), self._stats[core.index])
-        if cores:  # else the task of another core, dead at the same time, has sent it
-            self._broadcast(CoresPaused([core.index for core in cores]))
-        return 0
-
-    def on_replaced(self, core: Core) -> None:
-        self.metrics.for_engine(core.index).count_restart()
-        address = _address_of(core)
-        assert address.info is not None
-        self._broadcast(CoreRestarted(core.index, address.sockets, address.info))
-        self._start_prepared()
-
-    def on_lost(self, core: Core, error: EngineDeadError) -> None:
-        self._broadcast(CoreDead(core.index, error.message))
-        if all(one.is_dead for one in self._pool.cores):
-            self._fail(error)
+    def _on_cores_changed(self) -> None:
+        """Fail when no model can run any more; start workers that wait for a core."""
+        errors = [model.fatal_error for model in self._models]
+        if errors[-1] is not None and all(errors):
+            self._fail(errors[-1])
         else:
-            logger.error("%s", lost_core_error(error))
-
-    def _plan_loads(self) -> None:
-        """Send the loads of several cores to the workers soon: each knows only its own requests."""
-        if len(self._stats) == 1 or self._has_planned_loads:
-            return
-        self._has_planned_loads = True
-
-        def send() -> None:
-            self._has_planned_loads = False
-            loads = [stats.num_running + stats.num_waiting for stats in self._stats]
-            self._broadcast(CoreLoads(loads))
-
-        asyncio.get_running_loop().call_later(LOADS_INTERVAL, send)
+            self._start_prepared()
 
     def _broadcast(self, message: ToWorker) -> None:
         for worker in self._workers:
@@ -438,14 +379,6 @@ class Supervisor:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _address_of(core: Core) -> CoreAddress:
-    """Return a core's address for workers."""
-    link = core.link
-    if not core.is_ready or not isinstance(link, CoreClient):
-        return CoreAddress("", None, "" if core.error is None else core.error.message)
-    return CoreAddress(link.sockets, core.info, "")
 
 
 def _describe_end(ended: Ended | None) -> str:

@@ -40,7 +40,7 @@ def main() -> None:
         arguments = [scratch, "--device", "cpu", "--dtype", args.dtype, "--kv-cache-memory", size]
         arguments += quantization
         with run_server(arguments) as server:
-            device = server.client.get("/server_info").json()["device"]
+            device = server.client.get("/server_info").json()["models"][0]["device"]
             weights, cache = device["weight_bytes"], device["cache_bytes"]
             for first in (0, 1):
                 ask(server.client, first)

@@ -10,11 +10,11 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from toolkit.api.app import make_app
-from toolkit.api.http.plugins import FrontEndPlugins
+from toolkit.api.http.server import ServedModel, Server
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.metrics import HTTPMetrics, Metrics
 from toolkit.metrics.machine import GPU_LABELS, GPU_READINGS
-from toolkit.serving.front import ServedModel
+from toolkit.serving.front import LoadedModel, ModelFacts, ModelSetup
 from toolkit.serving.stats_log import set_info_metrics
 from toolkit.worker import WorkerInfo
 
@@ -40,11 +40,9 @@ class Metric:
 
 def endpoints() -> list[Endpoint]:
     """Return all endpoints of `tk serve`, sorted by path, those under /v1 first."""
-    engine = SimpleNamespace(metrics=Metrics("tk", "model"))
-    server: Any = SimpleNamespace(  # all that it reads
-        config=ServerConfig(), engine=engine, plugins=FrontEndPlugins()
-    )
-    gate: Any = make_app(server)
+    engine: Any = SimpleNamespace(metrics=Metrics("tk", "model"))
+    model = ServedModel(engine, ("model",))  # with all that the application reads
+    gate: Any = make_app(Server(ServerConfig(), [model]))
     paths = gate.access_control.app.openapi()["paths"]  # the layer's inner app is FastAPI's
     found = [Endpoint(path, _methods(routes), _summary(routes)) for path, routes in paths.items()]
     found += [Endpoint(path, ("GET",), text) for path, text in _FASTAPI.items()]
@@ -67,8 +65,9 @@ def metrics() -> list[Metric]:
     HTTPMetrics(exposed.registry)
     required = [field for field in msgspec.structs.fields(WorkerInfo) if field.required]
     info = WorkerInfo(**{field.name: field.type() for field in required})
-    served = ServedModel([info], has_tokenizer=True, has_chat_template=True, sampling={})
-    set_info_metrics(SimpleNamespace(metrics=exposed), EngineConfig(), served)
+    facts = ModelFacts(has_tokenizer=True, has_chat_template=True, sampling={})
+    model = LoadedModel(ModelSetup(EngineConfig(), ("model",)), [info], facts)
+    set_info_metrics(SimpleNamespace(metrics=exposed), [model])
     found = [
         _metric(family, collector)
         for collector in exposed.registry._collector_to_names  # the public API hides unused labels

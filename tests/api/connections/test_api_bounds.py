@@ -19,13 +19,14 @@ from tests.api.conftest import Reference
 from tests.api.test_api_errors import check_error
 from tests.checkpoints import make_tokenizer
 from tests.server import Server
+from toolkit.api.http import server as http_server
 from toolkit.api.http.body_fields import _Request
 from toolkit.api.http.layers.limits import check_shape
-from toolkit.api.http.service import Service
 from toolkit.api.openai import conversation
 from toolkit.api.openai.answer_parts import AnswerPlan
 from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.openai.tools import FunctionTool, Tool
+from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
@@ -231,9 +232,8 @@ async def test_long_conversations_are_rendered_in_a_thread(
 
     engine = SimpleNamespace(chat_prompt=chat_prompt, tokenizer=None)
     body = ChatRequest.model_validate({"messages": MESSAGES} | more)
-    await conversation.encode_conversation(
-        Service(engine, ("x",)), body, _Request({"type": "http"})
-    )
+    serving = http_server.Server(ServerConfig(), [http_server.ServedModel(engine, ("x",))])
+    await conversation.encode_conversation(serving.find("x"), body, _Request({"type": "http"}))
     assert (threads != [threading.main_thread()]) == leaves_the_loop
 
 

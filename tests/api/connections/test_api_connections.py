@@ -21,7 +21,7 @@ from toolkit.api.http.connections import connection
 from toolkit.api.http.connections.listener import Acceptor
 from toolkit.api.http.layers import limits
 from toolkit.api.http.layers.limits import BodiesTooLargeError, BodyMemory
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import ServedModel, Server
 from toolkit.api.http_server import HTTPServer
 from toolkit.config import ServerConfig
 from toolkit.metrics import Metrics
@@ -79,7 +79,8 @@ class Local:
             metrics=metrics, check=check, num_waiting=0, num_waiting_tokens=0,
             max_num_running=1, stats=SimpleNamespace(num_running=0),
         )  # fmt: skip
-        self.http = HTTPServer(Service(engine, "x", config=ServerConfig(api_key=("k",))))
+        model = ServedModel(engine, ("x",))
+        self.http = HTTPServer(Server(ServerConfig(api_key=("k",)), [model]))
 
     async def connect(self, sent: bytes = b"") -> Streams:
         streams = Streams(*await asyncio.open_connection(*self.listening.getsockname()))

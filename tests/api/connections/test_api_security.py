@@ -108,8 +108,8 @@ def test_server_info_has_no_secrets(guarded: Server) -> None:
     assert info["server"]["otlp_traces_endpoint"] == "http://127.0.0.1:9/v1/traces"
     assert info["server"]["max_requests_per_key"] == 2
     assert "a house secret" not in guarded.http.get("/metrics").text
-    assert info["engine"]["scheduler"]["max_num_seqs"] == 3
-    assert info["device"]["max_model_len"] == CONTEXT
+    assert info["models"][0]["engine"]["scheduler"]["max_num_seqs"] == 3
+    assert info["models"][0]["device"]["max_model_len"] == CONTEXT
     assert info["version"] == __version__
 
 

@@ -4,13 +4,13 @@ import logging
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import RequestBody, Route, Text
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import ServedModel, server_of
 from toolkit.errors import InvalidRequestError, ModelNotFoundError, ToolkitError
 
 router = APIRouter(tags=["operation"], route_class=Route)
@@ -32,6 +32,7 @@ class LoadRequest(RequestBody):
     lora_name: Text
     lora_path: Text
     load_inplace: bool = True
+    model: Text | None = Field(None, description="The adapter's model, if there are several")
 
 
 class UnloadRequest(RequestBody):
@@ -40,6 +41,7 @@ class UnloadRequest(RequestBody):
     model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "a"}})
 
     lora_name: Text
+    model: Text | None = Field(None, description="The adapter's model, if there are several")
 
 
 class AdapterChange(msgspec.Struct):
@@ -57,11 +59,11 @@ async def load(body: LoadRequest, request: Request) -> Response:
 
     Requests that run keep the revision that they began with. With several engines or API workers
     all of them serve the adapter or, after an error, what they served before."""
-    service = _service(request)
-    name, before = body.lora_name, service.engine.adapters.find(body.lora_name)
-    if service.is_base(name):
+    model = _model(request, body.model)
+    name, before = body.lora_name, model.engine.adapters.find(body.lora_name)
+    if any(one.has_name(name) for one in server_of(request).models):
         raise InvalidRequestError(
-            f"The model itself is called {name!r}. Choose another name.", param="lora_name"
+            f"A model itself is called {name!r}. Choose another name.", param="lora_name"
         )
     if before is not None and not body.load_inplace:
         raise InvalidRequestError(
@@ -70,7 +72,7 @@ async def load(body: LoadRequest, request: Request) -> Response:
             param="lora_name",
         )
     try:
-        adapter = await service.engine.load_adapter(name, body.lora_path)
+        adapter = await model.engine.load_adapter(name, body.lora_path)
     except ToolkitError as error:
         logger.warning("adapter %r: not loaded: %s", name, error.message)
         raise
@@ -83,10 +85,10 @@ async def load(body: LoadRequest, request: Request) -> Response:
 @access(Access.ADMIN)
 async def unload(body: UnloadRequest, request: Request) -> Response:
     """Serve a LoRA adapter no longer. Requests that run keep it; then its memory is freed."""
-    service = _service(request)
-    adapter = service.engine.unload_adapter(body.lora_name)
+    model = _model(request, body.model)
+    adapter = model.engine.unload_adapter(body.lora_name)
     if adapter is None:
-        adapters = service.engine.adapters
+        adapters = model.engine.adapters
         message = f"There is no adapter {body.lora_name!r}. Served: {adapters.describe_names()}."
         raise ModelNotFoundError(
             adapters.explain_missing(body.lora_name) or message, param="lora_name"
@@ -95,11 +97,11 @@ async def unload(body: UnloadRequest, request: Request) -> Response:
     return _answer(AdapterChange(adapter.name, adapter.folder, "unloaded"))
 
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    if not service.engine.config.lora.allow_runtime_lora:
+def _model(request: Request, name: str | None) -> ServedModel:
+    model = server_of(request).find(name).model
+    if not model.engine.config.lora.allow_runtime_lora:
         raise RuntimeLoRAError("Adapters can be changed if tk serve has --allow-runtime-lora.")
-    return service
+    return model
 
 
 def _answer(value: AdapterChange) -> Response:

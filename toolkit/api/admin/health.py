@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import server_of
 from toolkit.errors import ServerUnavailableError
 
 router = APIRouter(tags=["operation"])
@@ -24,8 +24,7 @@ async def health(request: Request) -> Response:
 
     The error names the cause. With several engines all must pass, except one that restarts while
     the others work."""
-    service: Service = request.app.state.service
-    await service.engine.check()
+    await server_of(request).check()
     return Response()
 
 
@@ -37,6 +36,5 @@ async def readyz(request: Request) -> Response:
     Send the server no requests while this fails."""
     if request.app.state.gate.access_control.is_draining:
         raise ServerUnavailableError("The server is shutting down.")
-    service: Service = request.app.state.service
-    await service.engine.check_some()
+    await server_of(request).check_some()
     return Response()

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import server_of
 from toolkit.metrics import CONTENT_TYPE
 from toolkit.version import __version__
 
@@ -28,5 +28,4 @@ async def version() -> Response:
 @access(Access.OPEN)
 async def metrics(request: Request) -> Response:
     """Return Prometheus metrics."""
-    service: Service = request.app.state.service
-    return Response(await service.metrics.get(), media_type=CONTENT_TYPE)
+    return Response(await server_of(request).exposition.get(), media_type=CONTENT_TYPE)

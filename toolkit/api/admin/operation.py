@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from toolkit.api.http.openapi import answers, nothing
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import server_of
 from toolkit.engine.messages import RequestInfo
 from toolkit.errors import ToolkitError
 from toolkit.version import __version__
@@ -47,12 +47,16 @@ class Load(msgspec.Struct):
     kv_cache_usage: float
 
 
-class ServerInfo(msgspec.Struct):
-    version: str
+class ModelInfo(msgspec.Struct):
     model: str
     engine: dict[str, Any]
-    server: dict[str, Any]
     device: dict[str, Any]
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    server: dict[str, Any]
+    models: list[ModelInfo]
 
 
 @router.get("/ping", response_model=None, responses=nothing("The engine is healthy"))
@@ -60,16 +64,14 @@ class ServerInfo(msgspec.Struct):
 @access(Access.OPEN)
 async def ping(request: Request) -> Response:
     """Report the server's health like /health, for platforms that probe this path."""
-    service: Service = request.app.state.service
-    await service.engine.check()
+    await server_of(request).check()
     return Response()
 
 
 @router.get("/load", response_model=None, responses=answers(Load))
 async def load(request: Request) -> Response:
     """Return the load of the engine, for load balancers. Covers all API workers."""
-    service: Service = request.app.state.service
-    found = await service.engine.live_requests()
+    found = await server_of(request).live_requests()
     running = sum(one.state == "running" for one in found.requests)
     total = len(found.requests)
     return _json(Load(total, running, total - running, found.kv_cache_usage))
@@ -79,8 +81,7 @@ async def load(request: Request) -> Response:
 @access(Access.ADMIN)
 async def live_requests(request: Request) -> Response:
     """List live requests with state, age, tokens, speed, blocks, preemptions and origin."""
-    service: Service = request.app.state.service
-    return _json(Requests((await service.engine.live_requests()).requests))
+    return _json(Requests((await server_of(request).live_requests()).requests))
 
 
 @router.delete("/tk/requests/{id:path}", response_model=None, responses=answers(Ended))
@@ -89,8 +90,7 @@ async def end_request(id: str, request: Request) -> Response:
     """End a live request, by the id of its response or its id in /tk/requests.
 
     Its client gets the response so far, with the finish reason "abort"."""
-    service: Service = request.app.state.service
-    ended = (await service.engine.end_requests(id)).requests
+    ended = (await server_of(request).end_requests(id)).requests
     if not ended:
         raise NoSuchRequestError(
             f"No live request has the id {id[:128]!r}.", code="request_not_found"
@@ -102,26 +102,25 @@ async def end_request(id: str, request: Request) -> Response:
 @access(Access.ADMIN)
 async def reset_prefix_cache(request: Request) -> Response:
     """Clear the prefix cache."""
-    service: Service = request.app.state.service
-    service.engine.reset_prefix_cache()
+    for model in server_of(request).models:
+        model.engine.reset_prefix_cache()
     return Response()
 
 
 @router.get("/server_info", response_model=None, responses=answers(ServerInfo))
 @access(Access.ADMIN)
 async def server_info(request: Request) -> Response:
-    """Return the current settings, without keys, and the device of the model."""
-    service: Service = request.app.state.service
-    engine = service.engine
-    return _json(
-        ServerInfo(
-            __version__,
-            service.model_name,
-            _redacted(dataclasses.asdict(engine.config)),
-            _redacted(dataclasses.asdict(service.config)),
-            msgspec.to_builtins(engine.info),
+    """Return the current settings, without keys, and the device of each model."""
+    server = server_of(request)
+    models = [
+        ModelInfo(
+            model.name,
+            _redacted(dataclasses.asdict(model.engine.config)),
+            msgspec.to_builtins(model.engine.info),
         )
-    )
+        for model in server.models
+    ]
+    return _json(ServerInfo(__version__, _redacted(dataclasses.asdict(server.config)), models))
 
 
 def _redacted(settings: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from toolkit.api.http.client_fields import REFUSED_BY_ANTHROPIC, REFUSED_IN_ANTH
 from toolkit.api.http.error_bodies import anthropic_error
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import service_for
+from toolkit.api.http.server import target_of
 from toolkit.api.http.streaming import EventStream, while_connected
 from toolkit.api.openai.answer_parts import AnswerPart
 from toolkit.api.openai.conversation import (
@@ -305,21 +305,21 @@ def _tool(tool: InputTool) -> dict[str, Any]:
 @access(Access.MODEL_WORK)
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
-    service = service_for(request, body)
+    target = target_of(request, body)
     id = f"msg_{request.state.request_id}"
     chat = body.to_chat()
     with rename_params(_PARAM_NAMES):
-        answer = await start_answer(service, chat, request, id)
+        answer = await start_answer(target, chat, request, id)
     if body.stream:
-        events = _events(answer, id, service.model_name)
+        events = _events(answer, id, target.name)
         return EventStream(
             events,
             answer.group.close,
-            service.config.sse_keep_alive,
+            target.server.config.sse_keep_alive,
             lambda error: _event(**anthropic_error(error, request.state.request_id)),
         )
     try:
-        done = await while_connected(request, _collect(answer, id, service.model_name))
+        done = await while_connected(request, _collect(answer, id, target.name))
     finally:
         answer.group.close()
     return Response(_encoder.encode(done), media_type="application/json")
@@ -333,10 +333,10 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @access(Access.MODEL_WORK)
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a conversation's prompt."""
-    service = service_for(request, body)
+    target = target_of(request, body)
     chat = body.to_chat()
     with rename_params(_PARAM_NAMES):
-        prompt = await encode_conversation(service, chat, request)
+        prompt = await encode_conversation(target, chat, request)
     return Response(_encoder.encode({"input_tokens": len(prompt)}), media_type="application/json")
 
 

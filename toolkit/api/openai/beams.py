@@ -5,7 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from toolkit.api.http.layers.limits import check_queue
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import Target
 from toolkit.api.openai.generation import AnswerGroup, check_num_logprobs
 from toolkit.api.openai.schemas import ChatRequest, CompletionRequest
 from toolkit.engine.beam_search import BeamSearch
@@ -24,7 +24,7 @@ class BeamStream:
 
     def __init__(
         self,
-        service: Service,
+        target: Target,
         search: BeamSearch,
         state: RequestState,
         num_answers: int,
@@ -32,7 +32,7 @@ class BeamStream:
         skip_special_tokens: bool,
     ) -> None:
         self.state = state
-        self._service, self._search = service, search
+        self._target, self._search = target, search
         self._num_answers, self._priority = num_answers, priority
         self._skip_special_tokens = skip_special_tokens
         self._running: list[RequestStream] = []
@@ -41,13 +41,13 @@ class BeamStream:
         """Raises EngineError if a request fails, RequestTimeoutError if the search takes too long.
 
         The engine's own limit of time applies to each step: a step is a request."""
-        timeout = self._service.config.request_timeout
+        timeout = self._target.server.config.request_timeout
         try:
             async with asyncio.timeout(timeout):
                 await self._run()
         except TimeoutError:
             raise RequestTimeoutError(f"The request did not finish within {timeout:g} s.") from None
-        tokenizer = self._service.engine.tokenizer
+        tokenizer = self._target.engine.tokenizer
         for one in self._search.best(self._num_answers, tokenizer):
             if tokenizer is not None and not self._skip_special_tokens:
                 visible = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
@@ -68,12 +68,12 @@ class BeamStream:
             try:
                 for index, beam in enumerate(search.prompts):
                     self._running.append(
-                        await self._service.engine.submit(
+                        await self._target.engine.submit(
                             beam,
                             search.step_params,
                             request_id=f"{self.state.id}-{step}-{index}",
                             priority=self._priority,
-                            adapter=self._service.adapter,
+                            adapter=self._target.adapter,
                         )
                     )
                 search.advance([await _first_logprobs(stream) for stream in self._running])
@@ -83,7 +83,7 @@ class BeamStream:
 
 
 async def start_beams(
-    service: Service,
+    target: Target,
     prompts: Sequence[Prompt],
     body: CompletionRequest | ChatRequest,
     *,
@@ -93,7 +93,7 @@ async def start_beams(
     """Prepare a search for each prompt.
 
     Raises InvalidRequestError for a prompt or options that cannot run, and TooManyRequestsError."""
-    params, engine = body.beam_params(), service.engine
+    params, engine = body.beam_params(), target.engine
     width, num_answers = params.beam_width, body.n or 1
     if len(prompts) * width > MAX_BEAMS:
         raise InvalidRequestError(
@@ -107,13 +107,13 @@ async def start_beams(
         stop_token_ids=params.stop_token_ids,
     )
     prepared = [
-        await engine.prepare(prompt, prompt_params, adapter=service.adapter) for prompt in prompts
+        await engine.prepare(prompt, prompt_params, adapter=target.adapter) for prompt in prompts
     ]
     if params.logprobs is not None:
         check_num_logprobs("logprobs", len(prompts) * width * params.max_tokens, params.logprobs)
     num_tokens = sum(request.spec.num_prompt_tokens for _, request in prepared)
     # Each beam is a request of its own.
-    check_queue(engine, service.config, len(prompts) * width, num_tokens * width)
+    check_queue(target, len(prompts) * width, num_tokens * width)
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
     streams = []
     for index, (text, request) in enumerate(prepared):
@@ -121,7 +121,7 @@ async def start_beams(
         search = BeamSearch(token_ids, params, request.spec.eos_token_ids)
         state = RequestState(f"{name}-{index}", text, token_ids, search.step_params)
         streams.append(
-            BeamStream(service, search, state, num_answers, body.priority, skip_special_tokens)
+            BeamStream(target, search, state, num_answers, body.priority, skip_special_tokens)
         )
     return AnswerGroup(streams, num_answers)
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from toolkit.api.http.body_fields import Route
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import service_for
+from toolkit.api.http.server import target_of
 from toolkit.api.http.streaming import (
     DONE,
     TEXT_SLOT,
@@ -48,17 +48,17 @@ _EMPTY = ChatDelta()
 @access(Access.MODEL_WORK)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    service = service_for(request, body)
+    target = target_of(request, body)
     request_id = f"chatcmpl-{request.state.request_id}"
     with rename_params(body.param_names):
-        answer = await start_answer(service, body, request, request_id)
+        answer = await start_answer(target, body, request, request_id)
     group, tokenizer, plan = answer.group, answer.tokenizer, answer.plan
     top = answer.params.logprobs or 0
-    head = {"id": request_id, "created": int(time.time()), "model": service.model_name}
+    head = {"id": request_id, "created": int(time.time()), "model": target.name}
     if body.stream:
         head["object"] = "chat.completion.chunk"
         events = _events(group, head, tokenizer, top, body, plan)
-        return EventStream(events, group.close, service.config.sse_keep_alive)
+        return EventStream(events, group.close, target.server.config.sse_keep_alive)
     try:
         head["object"] = "chat.completion"
         done = await while_connected(request, _collect(group, head, tokenizer, top, body, plan))

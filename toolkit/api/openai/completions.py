@@ -13,7 +13,7 @@ from starlette.responses import Response
 from toolkit.api.http.body_fields import Route
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import service_for
+from toolkit.api.http.server import target_of
 from toolkit.api.http.streaming import (
     DONE,
     TEXT_SLOT,
@@ -41,30 +41,30 @@ router = APIRouter(tags=["OpenAI"], route_class=Route)
 @access(Access.MODEL_WORK)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
-    service = service_for(request, body)
+    target = target_of(request, body)
     request_id = f"cmpl-{request.state.request_id}"
     head = {
         "id": request_id,
         "object": "text_completion",
         "created": int(time.time()),
-        "model": service.model_name,
+        "model": target.name,
     }
     with rename_params(body.param_names):
-        params = body.params(service.engine.default_sampling)
+        params = body.params(target.engine.default_sampling)
         if body.use_beam_search:
-            group = await start_beams(service, body.prompts(), body, request_id=request_id)
+            group = await start_beams(target, body.prompts(), body, request_id=request_id)
         else:
             group = await start_group(
-                service,
+                target,
                 body.prompts(),
                 params,
                 request_id=request_id,
                 priority=body.priority,
             )
-    builder = _ChoiceBuilder(group, body, service.engine.tokenizer)
+    builder = _ChoiceBuilder(group, body, target.engine.tokenizer)
     if body.stream:
         events = _events(group, builder, head, body)
-        return EventStream(events, group.close, service.config.sse_keep_alive)
+        return EventStream(events, group.close, target.server.config.sse_keep_alive)
     try:
         done = await while_connected(request, _collect(group, builder, head, body))
     finally:

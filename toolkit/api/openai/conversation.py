@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from toolkit.api.http.error_bodies import validation_error
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import Target
 from toolkit.api.http.streaming import while_connected
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPart, AnswerPlan
 from toolkit.api.openai.beams import start_beams
@@ -58,18 +58,18 @@ class ChatAnswer:
 
 
 async def start_answer(
-    service: Service, body: ChatRequest, request: Request, request_id: str
+    target: Target, body: ChatRequest, request: Request, request_id: str
 ) -> ChatAnswer:
     """Start the answers to a conversation. Raises InvalidRequestError."""
-    params = body.params(service.engine.default_sampling)
-    prompt = await encode_conversation(service, body, request)
-    tokenizer = service.engine.tokenizer
+    params = body.params(target.engine.default_sampling)
+    prompt = await encode_conversation(target, body, request)
+    tokenizer = target.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
-    plan = AnswerPlan.of(body, prompt, tokenizer, service.plugins.parsers)
+    plan = AnswerPlan.of(body, prompt, tokenizer, target.server.plugins.parsers)
     params = plan.constrain(params, tokenizer)
     if body.use_beam_search:
         group = await start_beams(
-            service,
+            target,
             [prompt],
             body,
             request_id=request_id,
@@ -77,44 +77,44 @@ async def start_answer(
         )
     else:
         group = await start_group(
-            service, [prompt], params, request_id=request_id, priority=body.priority
+            target, [prompt], params, request_id=request_id, priority=body.priority
         )
     return ChatAnswer(group, plan, tokenizer, params)
 
 
-async def encode_conversation(service: Service, body: ChatRequest, request: Request) -> list[int]:
+async def encode_conversation(target: Target, body: ChatRequest, request: Request) -> list[int]:
     """Return the prompt tokens of a conversation.
 
     A long conversation is rendered in a thread, and the request's own template in another process:
     the event loop stays free. Raises InvalidRequestError if the chat template refuses the messages,
     or the model an option."""
-    options = body.template_options(trusted=service.config.trust_request_chat_template)
+    options = body.template_options(trusted=target.server.config.trust_request_chat_template)
     if tools := body.callable_tools:
         options["tools"] = [tool.model_dump(exclude_none=True, by_alias=True) for tool in tools]
-    messages, options = _adapt(service, body, options)
-    allow = service.config.allow_special_tokens_in_messages
+    messages, options = _adapt(target, body, options)
+    allow = target.server.config.allow_special_tokens_in_messages
     if body.chat_template is not None:
         given = {"messages": messages, **options}
-        return await _encode_apart(service, request, body.chat_template, given, allow)
+        return await _encode_apart(target, request, body.chat_template, given, allow)
 
     def encode() -> list[int]:
-        return service.engine.chat_prompt(messages, allow_special_tokens=allow, **options)
+        return target.engine.chat_prompt(messages, allow_special_tokens=allow, **options)
 
     is_long = _estimate_length(body) > LONG_CONVERSATION
     return await asyncio.to_thread(encode) if is_long else encode()
 
 
 async def _encode_apart(
-    service: Service, request: Request, template: str, given: dict[str, Any], allow: bool
+    target: Target, request: Request, template: str, given: dict[str, Any], allow: bool
 ) -> list[int]:
     """Return the prompt tokens of a conversation in the template of its request."""
-    inputs = service.engine.inputs
+    inputs = target.engine.inputs
     inputs.require_generation()
     tokenizer = inputs.require_tokenizer()
     separator = None
     if not allow:
         given, separator = await asyncio.to_thread(tokenizer.protect, given)
-    rendering = service.templates.render(
+    rendering = target.server.templates.render(
         tokenizer.find_template(template), tokenizer.special_tokens, given
     )
     text = await while_connected(request, rendering)
@@ -154,14 +154,14 @@ def rename_params(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _adapt(
-    service: Service, body: ChatRequest, options: dict[str, Any]
+    target: Target, body: ChatRequest, options: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages and options as the chat template takes them.
 
     `system` replaces `developer` if the template lacks that role. Raises InvalidRequestError for
     what the model does not have."""
     messages = body.conversation()
-    tokenizer = service.engine.tokenizer
+    tokenizer = target.engine.tokenizer
     template = ""
     if tokenizer is not None:
         given = body.chat_template

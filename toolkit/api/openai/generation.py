@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toolkit.api.http.layers.limits import check_queue
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import Target
 from toolkit.api.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from toolkit.engine.front.input_processor import Prompt
 from toolkit.engine.front.output_processor import RequestState
@@ -72,7 +72,7 @@ class AnswerGroup:
 
 
 async def start_group(
-    service: Service,
+    target: Target,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
@@ -89,7 +89,7 @@ async def start_group(
             f"{MAX_ANSWERS} answers in one request.",
             param="n",
         )
-    engine = service.engine
+    engine = target.engine
     if params.bad_words:
         params = await asyncio.to_thread(engine.inputs.tokenize_bad_words, params)
     _check_size(len(prompts), params, engine.info.max_model_len)
@@ -99,14 +99,14 @@ async def start_group(
     for index, prompt in enumerate(prompts):
         id = name if len(prompts) == 1 else f"{name}-{index}"
         text, request = await engine.prepare(
-            prompt, params, request_id=id, priority=priority, adapter=service.adapter
+            prompt, params, request_id=id, priority=priority, adapter=target.adapter
         )
         num_tokens += request.spec.num_prompt_tokens
         if num_answers > 1 and params.prompt_logprobs is not None:
             # With `echo` each answer repeats them.
             check_num_logprobs("prompt_logprobs", num_tokens * params.n, params.prompt_logprobs)
         prepared.append((request, text))
-    check_queue(engine, service.config, num_answers, num_tokens)
+    check_queue(target, num_answers, num_tokens)
     streams: list[RequestStream] = []
     try:
         for request, text in prepared:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from toolkit.api.http.openapi import answers
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import ServedModel, Server, server_of
 from toolkit.api.openai.replies import ModelCard, ModelList, ModelPermission
 
 router = APIRouter()
@@ -16,13 +16,14 @@ router = APIRouter()
 @router.get("/v1/models", response_model=None, responses=answers(ModelList), tags=["OpenAI"])
 async def list_models(request: Request) -> Response:
     """List the served model, once for each of its names, and its adapters."""
-    service: Service = request.app.state.service
-    cards = [_card(service, name) for name in service.model_names]
-    folders = service.engine.adapters.folders
+    server = server_of(request)
+    cards = [_card(server, model, name) for model in server.models for name in model.names]
+    names = {card.id for card in cards}
     cards += [
-        _card(service, name, folder)
-        for name, folder in folders.items()
-        if name not in service.model_names
+        _card(server, model, name, folder)
+        for model in server.models
+        for name, folder in model.engine.adapters.folders.items()
+        if name not in names
     ]
     return Response(msgspec.json.encode(ModelList(cards)), media_type="application/json")
 
@@ -34,31 +35,27 @@ async def get_model(model: str, request: Request) -> Response:
     """Describe one model by name."""
     if not model:  # /v1/models/
         return await list_models(request)
-    service: Service = request.app.state.service
-    adapter = service.check_model(model)
-    if adapter is not None:
-        card = _card(service, model, adapter.folder)
-    else:
-        card = _card(service, model if model in service.model_names else service.model_name)
+    found = server_of(request).find(model)
+    adapter = None if found.adapter is None else found.adapter.folder
+    name = model if model in found.model.names else found.name
+    card = _card(found.server, found.model, name, adapter)
     return Response(msgspec.json.encode(card), media_type="application/json")
 
 
-def _card(service: Service, name: str, adapter: str | None = None) -> ModelCard:
-    """Return a card of the model, or of an adapter in a folder."""
-    info, config = service.engine.info, service.engine.config
-    tokenizer = service.engine.tokenizer
+def _card(server: Server, model: ServedModel, name: str, adapter: str | None = None) -> ModelCard:
+    """Return a card of a model, or of an adapter in a folder."""
+    info, config = model.engine.info, model.engine.config
+    tokenizer = model.engine.tokenizer
     can_chat = info.generates and tokenizer is not None and tokenizer.has_chat_template
     folder = config.model.model if adapter is None else adapter
     return ModelCard(
         name,
-        service.created,
+        server.created,
         info.max_model_len,
         [*(info.tasks if adapter is None else ["generate"]), *["chat"] * can_chat],
-        root=str(folder or service.model_name),
+        root=str(folder or model.name),
         permission=[
-            ModelPermission(
-                f"modelperm-{uuid.uuid5(uuid.NAMESPACE_OID, name).hex}", service.created
-            )
+            ModelPermission(f"modelperm-{uuid.uuid5(uuid.NAMESPACE_OID, name).hex}", server.created)
         ],
-        parent=None if adapter is None else service.model_name,
+        parent=None if adapter is None else model.name,
     )

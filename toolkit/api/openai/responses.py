@@ -7,7 +7,7 @@ from starlette.responses import Response
 from toolkit.api.http.body_fields import Route
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import service_for
+from toolkit.api.http.server import target_of
 from toolkit.api.http.streaming import EventStream, while_connected
 from toolkit.api.openai.conversation import rename_params, start_answer
 from toolkit.api.openai.response_events import ResponseBuilder
@@ -30,17 +30,17 @@ _PARAM_NAMES = {
 @access(Access.MODEL_WORK)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer an input: a text, or the complete conversation so far."""
-    service = service_for(request, body)
+    target = target_of(request, body)
     name = request.state.request_id
     chat = body.to_chat()
     with rename_params(_PARAM_NAMES):
-        answer = await start_answer(service, chat, request, f"resp_{name}")
-    builder = ResponseBuilder(body, answer, name, service.model_name)
+        answer = await start_answer(target, chat, request, f"resp_{name}")
+    builder = ResponseBuilder(body, answer, name, target.name)
     if body.stream:
         return EventStream(
             builder.events(),
             answer.group.close,
-            service.config.sse_keep_alive,
+            target.server.config.sse_keep_alive,
             builder.error_event,
         )
     try:

@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer without the model."""
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -11,8 +12,9 @@ from starlette.responses import Response
 from toolkit.api.http.body_fields import RequestBody, Route, Text
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import Service, service_for
+from toolkit.api.http.server import server_of, target_of
 from toolkit.api.openai.conversation import encode_conversation, make_chat_request, rename_params
+from toolkit.api.openai.schemas import ChatRequest
 from toolkit.engine.async_llm import LONG_TEXT
 from toolkit.errors import InvalidRequestError
 
@@ -70,23 +72,20 @@ class TokenizerInfo(msgspec.Struct):
 @access(Access.MODEL_WORK)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokenize a text or a conversation."""
-    service: Service = request.app.state.service
-    tokenizer = service.engine.inputs.require_tokenizer()
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("/tokenize takes either prompt or messages.", param="prompt")
-    if body.messages is not None:
-        tokens = await _encode_messages(service, request, body)
+    chat = None if body.messages is None else _as_chat(body)
+    target = target_of(request, body if chat is None else chat)
+    inputs = target.engine.inputs
+    tokenizer, text = inputs.require_tokenizer(), body.prompt or ""
+    if chat is not None:
+        with rename_params(chat.param_names):
+            tokens = await encode_conversation(target, chat, request)
     else:
-        service_for(request, body)
-        text = body.prompt or ""
-        service.engine.inputs.check_length(text)
-        if len(text) > LONG_TEXT:
-            tokens = await asyncio.to_thread(
-                tokenizer.encode, text, add_special_tokens=body.add_special_tokens
-            )
-        else:
-            tokens = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-    reply = Tokens(len(tokens), service.engine.info.max_model_len, tokens)
+        inputs.check_length(text)
+        encode = partial(tokenizer.encode, text, add_special_tokens=body.add_special_tokens)
+        tokens = await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
+    reply = Tokens(len(tokens), target.engine.info.max_model_len, tokens)
     if body.return_token_strs:
         reply.token_strs = [tokenizer.token_names[token] for token in tokens]
     return _json(reply)
@@ -96,8 +95,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 @access(Access.MODEL_WORK)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Convert tokens to text."""
-    service = service_for(request, body)
-    tokenizer, size = service.engine.inputs.require_tokenizer(), service.engine.info.vocab_size
+    engine = target_of(request, body).engine
+    tokenizer, size = engine.inputs.require_tokenizer(), engine.info.vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise InvalidRequestError(
@@ -111,16 +110,16 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
-async def tokenizer_info(request: Request) -> Response:
+async def tokenizer_info(request: Request, model: str | None = None) -> Response:
     """Describe the tokenizer: its size, special tokens and chat template."""
-    service: Service = request.app.state.service
-    inputs = service.engine.inputs
+    engine = server_of(request).find(model).engine
+    inputs = engine.inputs
     tokenizer = inputs.require_tokenizer()
     return _json(
         TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,
             vocab_size=tokenizer.size,
-            model_max_length=service.engine.info.max_model_len,
+            model_max_length=engine.info.max_model_len,
             special_tokens=tokenizer.special_tokens,
             eos_token_ids=inputs.eos_token_ids,
             chat_template=tokenizer.chat_template,
@@ -128,12 +127,9 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-async def _encode_messages(service: Service, request: Request, body: TokenizeRequest) -> list[int]:
+def _as_chat(body: TokenizeRequest) -> ChatRequest:
     own_fields = {"prompt", "add_special_tokens", "return_token_strs"}
-    chat = make_chat_request(**body.model_dump(exclude=own_fields))
-    service_for(request, chat)
-    with rename_params(chat.param_names):
-        return await encode_conversation(service, chat, request)
+    return make_chat_request(**body.model_dump(exclude=own_fields))
 
 
 def _json(value: msgspec.Struct) -> Response:

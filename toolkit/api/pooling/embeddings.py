@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from toolkit.api.http.body_fields import Prompts, RequestBody, Route
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import service_for
+from toolkit.api.http.server import target_of
 from toolkit.api.openai.schemas import Int
 from toolkit.api.pooling.inputs import (
     MAX_INPUTS,
@@ -88,12 +88,12 @@ class EmbeddingList(msgspec.Struct):
 @access(Access.MODEL_WORK)
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Embed texts: each becomes a vector, and similar texts get similar vectors."""
-    service = service_for(request, body)
-    job = PoolingJob(service, request, "embd", body.priority)
+    target = target_of(request, body)
+    job = PoolingJob(target, request, "embd", body.priority)
     size = job.processor.embedding_size(body.dimensions)
     inputs = await job.prepare(body.inputs(), body.truncate_prompt_tokens)
     vectors = [job.processor.truncate(vector, size) for vector in await job.run(inputs)]
-    tail = {"model": service.model_name, "usage": PooledUsage.of(inputs)}
+    tail = {"model": target.name, "usage": PooledUsage.of(inputs)}
     return StreamingResponse(
         _body(vectors, body.encoding_format, tail), media_type="application/json"
     )

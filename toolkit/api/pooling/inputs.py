@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Request
 
 from toolkit.api.http.layers.limits import check_queue
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import Target
 from toolkit.api.http.streaming import while_connected
 from toolkit.engine.async_llm import LONG_TEXT
 from toolkit.engine.front.pooled_prompts import (
@@ -48,17 +48,16 @@ class PooledUsage(msgspec.Struct):
 class PoolingJob:
     """Prompts of one HTTP request."""
 
-    def __init__(self, service: Service, request: Request, prefix: str, priority: int) -> None:
-        if service.adapter is not None:
+    def __init__(self, target: Target, request: Request, prefix: str, priority: int) -> None:
+        if target.adapter is not None:
             raise InvalidRequestError(
-                f"{service.adapter.name!r} is an adapter, and adapters do not pool. Use "
-                f"{service.base_name!r}.",
+                f"{target.adapter.name!r} is an adapter, and adapters do not pool. Use "
+                f"{target.model.name!r}.",
                 param="model",
             )
         self.id = f"{prefix}-{request.state.request_id}"
-        self.processor = PoolingProcessor(service.engine.inputs)
-        self._engine, self._config = service.engine, service.config
-        self._request, self._priority = request, priority
+        self.processor = PoolingProcessor(target.engine.inputs)
+        self._target, self._request, self._priority = target, request, priority
 
     async def prepare(
         self, given: Sequence[str | list[int]], truncate: int | None
@@ -82,10 +81,11 @@ class PoolingJob:
         In the queue, it counts as the inputs that the engine has at once, with the tokens of all.
         Raises TooManyRequestsError and EngineError."""
         num_tokens = sum(len(one.token_ids) for one in inputs)
-        check_queue(self._engine, self._config, num_concurrent(self._engine, inputs), num_tokens)
+        engine = self._target.engine
+        check_queue(self._target, num_concurrent(engine, inputs), num_tokens)
         # Engine ids get a random suffix: two clients may send the same X-Request-Id.
         name = f"{self.id}-{uuid.uuid4().hex[:8]}"
-        work = pool(self._engine, inputs, request_id=name, priority=self._priority)
+        work = pool(engine, inputs, request_id=name, priority=self._priority)
         return await while_connected(self._request, work)
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from toolkit.api.http.body_fields import Body, RequestBody, Route, Text
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
-from toolkit.api.http.service import service_for
+from toolkit.api.http.server import target_of
 from toolkit.api.openai.schemas import Int
 from toolkit.api.pooling.inputs import (
     MAX_INPUTS,
@@ -112,25 +112,25 @@ class RerankResponse(msgspec.Struct):
 @access(Access.MODEL_WORK)
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Score pairs of texts: by a cross-encoder, or by the cosine of their embeddings."""
-    service = service_for(request, body)
-    job = PoolingJob(service, request, "score", body.priority)
+    target = target_of(request, body)
+    job = PoolingJob(target, request, "score", body.priority)
     firsts, seconds = _as_list(body.text_1, "text_1"), _as_list(body.text_2, "text_2")
     names = ("text_1", "text_2")
     comparison = await job.compare(firsts, seconds, body.truncate_prompt_tokens, names)
     scores = comparison.compute_scores(await job.run(comparison.inputs))
     data = [Score(index, value) for index, value in enumerate(scores)]
     usage = PooledUsage.of(comparison.inputs)
-    return _json(ScoreResponse(job.id, int(time.time()), service.model_name, data, usage))
+    return _json(ScoreResponse(job.id, int(time.time()), target.name, data, usage))
 
 
 @router.post("/v1/rerank", response_model=None, responses=answers(RerankResponse))
 @access(Access.MODEL_WORK)
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Sort documents by their relevance to a query, best first."""
-    service = service_for(request, body)
+    target = target_of(request, body)
     if body.top_n is not None and body.top_n < 1:
         raise InvalidRequestError(f"top_n must be at least 1, not {body.top_n}.", param="top_n")
-    job = PoolingJob(service, request, "rerank", body.priority)
+    job = PoolingJob(target, request, "rerank", body.priority)
     texts = _as_list(body.texts(), "documents")
     names = ("query", "documents")
     comparison = await job.compare([body.query], texts, body.truncate_prompt_tokens, names)
@@ -141,7 +141,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
         for result in results:
             result.document = RankedDocument(texts[result.index])
     usage = PooledUsage.of(comparison.inputs)
-    return _json(RerankResponse(job.id, service.model_name, results, usage))
+    return _json(RerankResponse(job.id, target.name, results, usage))
 
 
 def _as_list(texts: str | list[str], name: str) -> list[str]:

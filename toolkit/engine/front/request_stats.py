@@ -13,13 +13,13 @@ from toolkit.metrics import Metrics
 class RequestStats:
     """Filled while the request is served, read once it is answered. Times are monotonic seconds."""
 
-    __slots__ = ("adapter", "error", "origin", "started", "streams")
+    __slots__ = ("error", "model", "origin", "started", "streams")
 
     def __init__(self, started: float, origin: str = "") -> None:
         """`origin`: address of the client."""
         self.started = started
         self.origin = origin
-        self.adapter = ""  # name of the LoRA adapter
+        self.model = ""  # name of the model or adapter, once it is known
         self.streams: list[RequestStream] = []
         self.error: Exception | None = None  # error that ended a streamed answer
 

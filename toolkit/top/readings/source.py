@@ -115,8 +115,7 @@ class HTTPSource:
         except (LookupError, TypeError):
             self._model = ""
         self._version = str(version.get("version", "")) if isinstance(version, dict) else ""
-        settings = await self._json("/server_info")
-        reading.settings = settings if isinstance(settings, dict) else None
+        reading.settings = _by_section(await self._json("/server_info"))
         self._connected = True
 
     async def _requests(self) -> tuple[list[LiveRequest] | None, str]:
@@ -154,3 +153,23 @@ class HTTPSource:
             raise ServerError(f"{self.url} did not answer within {TIMEOUT:g} s.") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             raise ServerError(f"No server answers at {self.url} ({error}).") from None
+
+
+def _by_section(info: Any) -> dict[str, Any] | None:
+    """Return the settings in /server_info with the sections of the models.
+
+    Those of the first model have their own names, those of others the model's name in addition."""
+    if not isinstance(info, dict):
+        return None
+    found = {name: info[name] for name in ("version", "server") if name in info}
+    models = info.get("models")
+    for model in models if isinstance(models, list) else ():
+        if not isinstance(model, dict):
+            continue
+        engine = model.get("engine")
+        if "engine" not in found:
+            found |= {"engine": engine, "device": model.get("device")}
+        elif isinstance(found["engine"], dict) and isinstance(engine, dict):
+            named = {f"{part} ({model.get('model')})": values for part, values in engine.items()}
+            found["engine"] = found["engine"] | named
+    return found

@@ -21,7 +21,7 @@ from toolkit.api.http.layers.security import (
     missing_key,
 )
 from toolkit.api.http.routes import Access
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import Server
 from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitError
 
 
@@ -30,12 +30,12 @@ class AccessControl:
 
     `scope["state"]` has `access`, which the request needs, and `takes_body`."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        config = service.config
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        config = server.config
         self.app = app
         self._sites = Sites(config)
         self._keys = Keys(config.api_key, config.admin_key)
-        self._admission = Admission(config, service.engine)
+        self._admission = Admission(server)
         self._memory = BodyMemory()
         self.is_draining = False  # model work is refused. Probes and metrics are still answered
 

@@ -14,7 +14,7 @@ from toolkit.api.http.layers.request_log import log_request
 from toolkit.api.http.layers.security import SECURITY_HEADERS, STRICT_TRANSPORT
 from toolkit.api.http.layers.tracing import Tracer
 from toolkit.api.http.routes import Access, RouteTable
-from toolkit.api.http.service import Service
+from toolkit.api.http.server import Server
 from toolkit.api.http.streaming import SERVER_SEND, ClientDisconnectedError
 from toolkit.engine.front.request_stats import RequestStats, current_stats
 from toolkit.metrics import HTTPMetrics
@@ -30,15 +30,15 @@ class Gate:
     """Outermost ASGI layer. Inside it are CORS, access control, middleware of plug-ins, routes."""
 
     def __init__(
-        self, app: ASGIApp, routes: RouteTable, service: Service, tracer: Tracer | None
+        self, app: ASGIApp, routes: RouteTable, server: Server, tracer: Tracer | None
     ) -> None:
-        config = service.config
-        self.access_control = AccessControl(app, service)
+        config = server.config
+        self.access_control = AccessControl(app, server)
         self._app = with_cors(self.access_control, config)
         self._routes = routes
         self._root_path = config.root_path
-        self._service = service
-        self._metrics = HTTPMetrics(service.engine.metrics.registry)
+        self._server = server
+        self._metrics = HTTPMetrics(server.metrics.registry)
         self._tracer = tracer
         self._logs_requests = not config.disable_log_requests
         self._headers = SECURITY_HEADERS + (STRICT_TRANSPORT if config.ssl_certfile else [])
@@ -91,9 +91,10 @@ class Gate:
             self._metrics.observe(scope.get("route"), method, status, seconds)
             failed = status if record.error is None else status_of(record.error)
             if failed >= 400:
-                self._service.engine.metrics.count_error(failed)
+                self._server.metrics.count_error(failed)
+            if not record.model and len(self._server.models) == 1:
+                record.model = self._server.models[0].name
             if is_work and self._logs_requests:
-                model = record.adapter or self._service.model_name
-                log_request(record, request_id, model, path, status, seconds)
+                log_request(record, request_id, path, status, seconds)
             if is_work and self._tracer is not None:
                 self._tracer.export(record, headers, request_id, path, status, seconds)

@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 
 from starlette.types import Receive
 
+from toolkit.api.http.server import ServedModel, Server, Target
 from toolkit.api.http.streaming import ClientDisconnectedError
-from toolkit.config import ServerConfig
-from toolkit.engine.async_llm import AsyncLLM
 from toolkit.errors import InvalidRequestError, ToolkitError
+from toolkit.metrics import Metrics
 
 MAX_BODY = 32 * 2**20  # bytes
 BODY_TIMEOUT = 120.0  # seconds to receive a body
@@ -190,10 +190,10 @@ _SQUARE = bytes.maketrans(b"{}", b"[]")
 class Admission:
     """Admits work within the limits of the queue and of each client."""
 
-    def __init__(self, config: ServerConfig, engine: AsyncLLM) -> None:
-        self._config = config
+    def __init__(self, server: Server) -> None:
+        config = server.config
         self._max_open, self._rate = config.max_requests_per_key, config.requests_per_minute
-        self._engine = engine
+        self._server = server
         self._open: dict[object, int] = {}
         self._budgets: OrderedDict[object, tuple[float, float]] = OrderedDict()
         """(requests left, as of when) per client: a bucket of one minute's requests."""
@@ -201,14 +201,12 @@ class Admission:
     @contextmanager
     def admitted(self, client: object) -> Iterator[None]:
         """Count a client's request as open within the block. Raises TooManyRequestsError."""
-        check_queue(self._engine, self._config)
+        problems = [_queue_problem(self._server, model) for model in self._server.models]
+        if all(problems):  # else the model's is checked when it is known
+            raise _refused(self._server.metrics, "queue", str(problems[0]))
         if self._max_open is not None and self._open.get(client, 0) >= self._max_open:
-            raise _refused(
-                self._engine,
-                "key",
-                f"You have {self._max_open} open requests, the maximum.",
-                1.0,
-            )
+            message = f"You have {self._max_open} open requests, the maximum."
+            raise _refused(self._server.metrics, "key", message)
         if self._rate is not None:
             self._spend(client, self._rate)
         self._open[client] = self._open.get(client, 0) + 1
@@ -228,40 +226,52 @@ class Admission:
             self._budgets.popitem(last=False)
         if budget < 1:
             message = f"You have sent more than {rate} requests in a minute."
-            raise _refused(self._engine, "rate", message, (1 - budget) * 60 / rate)
+            raise _refused(self._server.metrics, "rate", message, (1 - budget) * 60 / rate)
 
 
-def check_queue(
-    engine: AsyncLLM, config: ServerConfig, num_answers: int = 1, num_tokens: int = 0
-) -> None:
+def check_queue(target: Target, num_answers: int = 1, num_tokens: int = 0) -> None:
     """Raise TooManyRequestsError if the queue cannot take more answers or prompt tokens.
 
     Each of several API workers has an equal part of the queue. Answers that can run at once do not
     count."""
-    waiting, tokens = engine.num_waiting, engine.num_waiting_tokens
-    most = math.ceil(config.max_queue / config.api_workers)
-    if waiting >= most:
-        raise _refused(engine, "queue", f"{waiting} requests wait to run, the maximum.", 1.0)
-    free = max(0, engine.max_num_running - engine.stats.num_running)
-    if waiting + num_answers - free > most:
-        message = (
-            f"{waiting} requests wait to run, of at most {most}, so {num_answers} more answers are "
-            "too many."
-        )
-        raise _refused(engine, "queue", message, 1.0)
-    if config.max_queue_tokens is None:
-        return
-    most = math.ceil(config.max_queue_tokens / config.api_workers)
-    if tokens and tokens + max(num_tokens, 1) > most:  # a single request may be larger
-        message = (
-            f"Requests of {tokens} tokens wait to run, of at most {most}, so {num_tokens or 'any'} "
-            "more are too many."
-        )
-        raise _refused(engine, "queue", message, 1.0)
+    if problem := _queue_problem(target.server, target.model, num_answers, num_tokens):
+        raise _refused(target.engine.metrics, "queue", problem)
 
 
-def _refused(engine: AsyncLLM, reason: str, message: str, seconds: float) -> TooManyRequestsError:
-    engine.metrics.count_rejection(reason)
+def _queue_problem(
+    server: Server, model: ServedModel, num_answers: int = 1, num_tokens: int = 0
+) -> str | None:
+    """Return why the queue of a model, or that of all models together, takes no more."""
+    all_engines = [one.engine for one in server.models]
+    for engines, limits in (([model.engine], model.limits), (all_engines, server.limits)):
+        if limits is None:
+            continue
+        waiting = sum(engine.num_waiting for engine in engines)
+        most = math.ceil(limits.requests / server.config.api_workers)
+        if waiting >= most:
+            return f"{waiting} requests wait to run, the maximum."
+        free = sum(max(0, one.max_num_running - one.stats.num_running) for one in engines)
+        if waiting + num_answers - free > most:
+            return (
+                f"{waiting} requests wait to run, of at most {most}, so {num_answers} more answers "
+                "are too many."
+            )
+        if limits.tokens is None:
+            continue
+        tokens = sum(engine.num_waiting_tokens for engine in engines)
+        most = math.ceil(limits.tokens / server.config.api_workers)
+        if tokens and tokens + max(num_tokens, 1) > most:  # a single request may be larger
+            return (
+                f"Requests of {tokens} tokens wait to run, of at most {most}, so "
+                f"{num_tokens or 'any'} more are too many."
+            )
+    return None
+
+
+def _refused(
+    metrics: Metrics, reason: str, message: str, seconds: float = 1.0
+) -> TooManyRequestsError:
+    metrics.count_rejection(reason)
     error = TooManyRequestsError(f"{message} Try again later.", code="rate_limit_exceeded")
     error.retry_after = math.ceil(seconds)
     return error

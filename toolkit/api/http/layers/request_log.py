@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_request(
-    record: RequestStats, request_id: str, model: str, path: str, status: int, seconds: float
+    record: RequestStats, request_id: str, path: str, status: int, seconds: float
 ) -> None:
     """Log a request when it is answered, without its content.
 
@@ -20,7 +20,7 @@ def log_request(
     fields = {
         "request_id": request_id,
         "client": record.origin,
-        "model": model,
+        "model": record.model,
         "path": path,
         "status": status,
         "complete": record.is_complete,
@@ -35,7 +35,7 @@ def log_request(
     logger.info(
         "%s %s %s %d%s: %d + %d tokens, TTFT %s, TPOT %s, total %.3f s",
         request_id,
-        model,
+        record.model or "-",
         path,
         status,
         _not_finished(record),

@@ -16,7 +16,7 @@ class Tracer:
 
     Attributes have the names of OpenTelemetry's conventions for generative AI."""
 
-    def __init__(self, endpoint: str, model: str) -> None:
+    def __init__(self, endpoint: str) -> None:
         """`endpoint`: URL for OTLP over HTTP. Raises ConfigError if OpenTelemetry is missing."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -30,7 +30,6 @@ class Tracer:
                 "checkout.",
                 param="otlp_traces_endpoint",
             ) from None
-        self._model = model
         self._context = TraceContextTextMapPropagator()
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": "tk", "service.version": __version__}),
@@ -66,7 +65,7 @@ class Tracer:
                 "http.request.method": "POST",
                 "url.path": path,
                 "http.response.status_code": status,
-                "gen_ai.request.model": record.adapter or self._model,
+                "gen_ai.request.model": record.model,
                 "gen_ai.request.id": request_id,
                 "gen_ai.usage.input_tokens": record.num_prompt_tokens,
                 "gen_ai.usage.output_tokens": record.num_output_tokens,
