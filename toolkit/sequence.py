@@ -28,6 +28,14 @@ class Adapter(msgspec.Struct, frozen=True):
         return f"{self.name}@{self.revision}"
 
 
+class Feature(msgspec.Struct, frozen=True):
+    """A part of a prompt that is not text: a picture or a clip. Its bytes follow when a core asks.
+
+    Equal digests mean equal bytes."""
+
+    digest: bytes
+
+
 class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Everything a request specifies, checked and resolved. Immutable.
 
@@ -45,11 +53,13 @@ class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     is_final_only: bool = False  # all tokens are reported together at the end
     adapter: Adapter | None = None  # the LoRA adapter
     prediction_token_ids: list[int] = []  # what the client expects as the answer, or part of it
+    features: tuple[Feature, ...] = ()  # pictures and clips
 
     @property
     def cache_key(self) -> str:
         """Key that is equal for requests that may share cached blocks."""
-        return f"{self.adapter.key}\0{self.cache_salt}" if self.adapter else self.cache_salt
+        key = f"{self.adapter.key}\0{self.cache_salt}" if self.adapter else self.cache_salt
+        return "\0".join([key, *(feature.digest.hex() for feature in self.features)])
 
     @property
     def num_prompt_tokens(self) -> int:

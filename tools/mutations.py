@@ -345,8 +345,8 @@ MUTATIONS = (
     Mutation(
         "serving",
         "requests-of-dead-workers-run-on",
-        "toolkit/serving/supervisor.py",
-        "core.link.send(ClientGone(worker.client))",
+        "toolkit/serving/model_cores.py",
+        "core.link.send(ClientGone(client))",
         "core.link.send(ClientGone(core.index))",
         ("tests/serving/test_workers.py",),
     ),

@@ -222,7 +222,7 @@ async def test_an_unhandled_error_ends_the_core_before_the_next_starts(
     assert tokens == checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)
 
 
-async def test_a_core_that_hangs_is_replaced_by_a_process_started_before_its_limit(
+async def test_a_process_starts_before_a_core_counts_as_hung(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spares: list[tuple[int, bool]] = []  # process, and whether the core was still in use

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import msgspec
@@ -18,6 +19,7 @@ from toolkit.engine.cores.pool import Core, CorePool
 from toolkit.engine.cores.replica import Query, Replica, lost_core_error
 from toolkit.engine.cores.router import Router
 from toolkit.engine.front.adapters import AdapterRegistry
+from toolkit.engine.front.features import FeatureStore
 from toolkit.engine.front.input_processor import InputProcessor, Prompt
 from toolkit.engine.front.observation import observe_step
 from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, SequenceState
@@ -34,7 +36,9 @@ from toolkit.engine.messages import (
     EngineOutput,
     EngineOutputs,
     EngineRequest,
+    GiveFeature,
     ListRequests,
+    NeedFeature,
     Operate,
     PrefixCacheCleared,
     RequestList,
@@ -103,6 +107,7 @@ class AsyncLLM:
         self._log = log or LogStyle()
         self._router: Router | None = None  # None with a single core
         self._streams: dict[str, RequestStream] = {}  # in order of arrival
+        self._features = FeatureStore()
         self._waiting: dict[str, int] = {}
         """Prompt tokens of each request that has not started to run, by request id."""
         self.num_waiting_tokens = 0
@@ -213,14 +218,22 @@ class AsyncLLM:
             return await asyncio.to_thread(process)
         return process()
 
-    def start_request(self, request: EngineRequest, text: str | None = None) -> RequestStream:
-        """Start a checked request. Raises EngineDeadError if no core will run again."""
+    def start_request(
+        self,
+        request: EngineRequest,
+        text: str | None = None,
+        features: Mapping[bytes, bytes] = MappingProxyType({}),
+    ) -> RequestStream:
+        """Start a checked request. `features`: bytes of those of its spec, by digest.
+
+        Raises EngineDeadError if no core will run again."""
         if self.fatal_error is not None:
             raise self.fatal_error
         if request.id in self._streams:
             raise InvalidRequestError(
                 f"A request {request.id!r} exists already.", param="request_id"
             )
+        self._features.hold(request.id, features)
         request.client = self._client
         stats = current_stats.get()
         request.arrival = time.monotonic()
@@ -446,6 +459,10 @@ class AsyncLLM:
         replica = self.replicas[core.index]
         if isinstance(message, EngineOutputs):
             self.handle_outputs(message, replica)
+        elif isinstance(message, NeedFeature):
+            data = self._features.find(message.digest)
+            answer = GiveFeature(message.digest, self._client, data is not None)
+            self.replicas[core.index].link.send(answer, data)
         elif isinstance(message, PrefixCacheCleared):
             if self._router is not None:
                 self._router.clear_prefixes(core.index)
@@ -550,6 +567,7 @@ class AsyncLLM:
     def _unregister(self, request_id: str) -> RequestStream | None:
         """Remove a request's stream, waiting tokens and placement."""
         stream = self._streams.pop(request_id, None)
+        self._features.release(request_id)
         self._stop_waiting(request_id)
         if stream is not None and stream.placement is not None and self._router is not None:
             self._router.release(stream.placement)

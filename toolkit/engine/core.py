@@ -5,6 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import assert_never
 
 import numpy as np
 
@@ -12,12 +13,14 @@ from toolkit.config import EngineConfig
 from toolkit.config.sources import checks_memory
 from toolkit.engine.adapter_loads import AdapterLoads
 from toolkit.engine.constraints import Constraints
+from toolkit.engine.features import Features
 from toolkit.engine.messages import (
     Abort,
     EngineOutput,
     EngineOutputs,
     EngineRequest,
     LogprobRecords,
+    NeedFeature,
     Operate,
     OperationResult,
     RequestInfo,
@@ -41,6 +44,7 @@ from toolkit.scheduler import (
 from toolkit.scheduler.output import IntArray, record_length
 from toolkit.scheduler.stats import EngineStats
 from toolkit.text.tokenizer import Tokenizer
+from toolkit.worker.operations import LoadAdapter, UnloadAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +85,7 @@ class EngineCore:
         )
         in_memory = config.lora.num_in_memory
         self._adapters = AdapterLoads(executor.operate, in_memory, info.adapters[:in_memory])
+        self.features = Features()
         self._told_adapters: dict[str, tuple[int, int]] = {}  # in the last statistics with any
         self._random = random.Random(config.model.seed)
         num_stages = config.parallel.pipeline_parallel_size
@@ -105,7 +110,7 @@ class EngineCore:
             self.scheduler.num_unfinished
             or self._steps
             or self._adapters.has_work
-            or self.scheduler.ended_with_adapter
+            or self.scheduler.ended_with_needs
         )
 
     @property
@@ -140,12 +145,16 @@ class EngineCore:
             leader = leader or request
 
     def operate(self, asked: Operate) -> None:
-        """Start an operation. `pop_results` returns the answer."""
-        self._adapters.operate(asked)
+        """Start an operation. `pop_messages` returns the answer."""
+        match asked.operation:
+            case LoadAdapter() | UnloadAdapter():
+                self._adapters.operate(asked)
+            case unknown:
+                assert_never(unknown)
 
-    def pop_results(self) -> list[tuple[int, OperationResult]]:
-        """Return the answers to operations, with the clients that asked."""
-        return self._adapters.pop_results()
+    def pop_messages(self) -> list[tuple[int, OperationResult | NeedFeature]]:
+        """Return answers to operations, and what requests lack, with the clients to send it to."""
+        return [*self._adapters.pop_results(), *self.features.pop_asks()]
 
     def abort(self, abort: Abort) -> None:
         """End sequences. Unknown numbers have ended already."""
@@ -156,7 +165,9 @@ class EngineCore:
         """End all sequences of a client that has exited. Returns their number."""
         if client in self._clients:
             self._clients.remove(client)
-        return self.scheduler.abort_client(client)
+        ended = self.scheduler.abort_client(client)
+        self.features.forget_client(client)
+        return ended
 
     def live_requests(self) -> list[RequestInfo]:
         """Return all unfinished requests in order of arrival."""
@@ -183,10 +194,14 @@ class EngineCore:
 
     def launch(self) -> None:
         """Launch steps up to the depth of the overlap."""
-        while self.scheduler.ended_with_adapter:
-            self._adapters.leave(self.scheduler.ended_with_adapter.pop())
+        while self.scheduler.ended_with_needs:
+            ended = self.scheduler.ended_with_needs.pop()
+            self._adapters.leave(ended)
+            self.features.leave(ended)
         for request in self._constraints.pop_compiled():
             self._queue(request)
+        for request in self.features.pop_ready():
+            self._require_adapter(request)
         for request in self._adapters.pop_ready():
             self.scheduler.enqueue(request)
         while len(self._steps) < self._depth:
@@ -284,7 +299,14 @@ class EngineCore:
         return request
 
     def _queue(self, request: Request) -> None:
-        """Queue a request whose grammar is compiled, or have its adapter read first."""
+        """Queue a request whose grammar is compiled. What it needs besides comes first."""
+        if request.spec.features:
+            self.features.add(request)
+        else:
+            self._require_adapter(request)
+
+    def _require_adapter(self, request: Request) -> None:
+        """Queue a request, or have its adapter read first."""
         if request.spec.adapter is None:
             self.scheduler.enqueue(request)
         else:
@@ -314,16 +336,17 @@ class EngineCore:
             self._steps[index] = (step, _FailedStep(error))
 
     def _end_failed(self) -> dict[int, list[EngineOutput]]:
-        """End the requests whose grammar or adapter failed."""
+        """End the requests whose grammar, feature or adapter failed."""
         outputs: dict[int, list[EngineOutput]] = {}
-        failed = [(*one, False) for one in self._constraints.pop_failed()]
-        failed += [(*one, True) for one in self._adapters.pop_failed()]
-        for request, failure, is_adapter in failed:
+        failed = [(*one, FinishReason.INVALID, False) for one in self._constraints.pop_failed()]
+        failed += [(*one, FinishReason.ERROR, False) for one in self.features.pop_failed()]
+        failed += [(*one, FinishReason.INVALID, True) for one in self._adapters.pop_failed()]
+        for request, failure, reason, is_adapter in failed:
             self.scheduler.abort(request.id)
             output = EngineOutput(
                 request.number,
                 [],
-                finish_reason=FinishReason.INVALID.value,
+                finish_reason=reason.value,
                 error=failure,
                 adapter_failed=is_adapter,
             )

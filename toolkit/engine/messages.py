@@ -82,6 +82,14 @@ class Operate(msgspec.Struct, tag="operate"):
     ticket: int
 
 
+class GiveFeature(msgspec.Struct, tag="feature"):
+    """Answer to NeedFeature. The next frame has the bytes, unless the front end has none."""
+
+    digest: bytes
+    client: int
+    is_found: bool
+
+
 class Stop(msgspec.Struct, tag="stop"):
     """Shut the process down."""
 
@@ -179,6 +187,12 @@ class OperationResult(msgspec.Struct, tag="operated"):
     error: str = ""
 
 
+class NeedFeature(msgspec.Struct, tag="need_feature"):
+    """A request waits for the bytes of its feature. The front end answers with GiveFeature."""
+
+    digest: bytes
+
+
 class StartupPhase(msgspec.Struct, tag="phase"):
     """A phase of start-up is complete."""
 
@@ -219,6 +233,7 @@ ToCore = (
     | StepProbe
     | Ping
     | Operate
+    | GiveFeature
     | Stop
 )
 FromCore = (
@@ -226,6 +241,7 @@ FromCore = (
     | RequestList
     | OperationResult
     | PrefixCacheCleared
+    | NeedFeature
     | StartupPhase
     | Ready
     | StepReport

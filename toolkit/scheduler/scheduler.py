@@ -59,8 +59,8 @@ class Scheduler:
         `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
         do."""
         self.enable_prefix_caching = enable_prefix_caching and not has_row_states
-        self.ended_with_adapter: list[Request] = []
-        """Requests that had an adapter. The owner empties it."""
+        self.ended_with_needs: list[Request] = []
+        """Requests that had an adapter or features. The owner empties it."""
         self._requests: dict[str, Request] = {}
         self._num_by_adapter: Counter[Adapter] = Counter()  # requests that have not ended
         self._num_arrivals = 0
@@ -168,8 +168,10 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._requests[request.id]
-        if (adapter := request.spec.adapter) is not None:
-            self.ended_with_adapter.append(request)
+        adapter = request.spec.adapter
+        if adapter is not None or request.spec.features:
+            self.ended_with_needs.append(request)
+        if adapter is not None:
             self._num_by_adapter[adapter] -= 1
             if not self._num_by_adapter[adapter]:
                 del self._num_by_adapter[adapter]

@@ -36,7 +36,7 @@ class ModelSetup:
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What a front end has read of a model's folder."""
+    """Facts about a model's folder, as a front end has read it."""
 
     has_tokenizer: bool
     has_chat_template: bool

@@ -37,7 +37,7 @@ LOADS_INTERVAL = 0.02  # seconds, at least, between two CoreLoads
 
 
 class ModelCores:
-    """Starts the cores of a model, and tells the workers what happens to them."""
+    """Starts the cores of a model, and sends the workers what happens to them."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import assert_never
 
 import torch
 
@@ -27,7 +28,7 @@ from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.adapter_reading import AdapterReader
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import Report, WorkerInfo
-from toolkit.worker.operations import Operation
+from toolkit.worker.operations import LoadAdapter, Operation, UnloadAdapter
 from toolkit.worker.pending import PendingOutput
 from toolkit.worker.runner import Runner
 from toolkit.worker.startup import cache_sizing
@@ -244,8 +245,12 @@ class Worker:
 
     def operate(self, operation: Operation) -> Future[None]:
         """Do an operation. Between steps; the next ones may run before the result is there."""
-        assert self._reader is not None, "no operation without adapters"
-        return self._reader.operate(operation)
+        match operation:
+            case LoadAdapter() | UnloadAdapter():
+                assert self._reader is not None, "there are no adapters"
+                return self._reader.operate(operation)
+            case unknown:
+                assert_never(unknown)
 
     def why_eager(self) -> str | None:
         """Return why no step so far was a CUDA graph or a recorded one, None if one was."""

@@ -123,7 +123,7 @@ class _Direct(CoreClient):
     def __init__(self, core: EngineCore) -> None:
         self._core = core
 
-    def send(self, message: ToCore) -> None:
+    def send(self, message: ToCore, data: bytes | None = None) -> None:
         if isinstance(message, EngineRequest):
             self._core.add(message)
 

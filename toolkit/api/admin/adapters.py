@@ -63,7 +63,7 @@ async def load(body: LoadRequest, request: Request) -> Response:
     name, before = body.lora_name, model.engine.adapters.find(body.lora_name)
     if any(one.has_name(name) for one in server_of(request).models):
         raise InvalidRequestError(
-            f"A model itself is called {name!r}. Choose another name.", param="lora_name"
+            f"The model itself is called {name!r}. Choose another name.", param="lora_name"
         )
     if before is not None and not body.load_inplace:
         raise InvalidRequestError(

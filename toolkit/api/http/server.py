@@ -50,7 +50,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a request names: a model, or an adapter for it."""
+    """A model that a request names, or an adapter for it."""
 
     server: Server
     model: ServedModel

@@ -20,6 +20,7 @@ from toolkit.engine.messages import (
     EngineOutputs,
     Failed,
     FromCore,
+    NeedFeature,
     OperationResult,
     Ping,
     Pong,
@@ -46,6 +47,7 @@ CoreMessage = (
     | RequestList
     | OperationResult
     | PrefixCacheCleared
+    | NeedFeature
     | StartupPhase
     | Ready
     | StepReport
@@ -83,9 +85,13 @@ class CoreLink:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(descriptor(self._from_core), self._on_socket_event)
 
-    def send(self, message: ToCore) -> None:
-        """Queue a message. Never blocks."""
-        self._to_core.send(self._encoder.encode(message))
+    def send(self, message: ToCore, data: bytes | None = None) -> None:
+        """Queue a message, and data as a second frame. Never blocks."""
+        encoded = self._encoder.encode(message)
+        if data is None:
+            self._to_core.send(encoded)
+        else:
+            self._to_core.send_multipart([encoded, data], copy=False)
 
     async def receive(self) -> list[CoreMessage]:
         """Wait for messages and return all that have arrived."""

@@ -23,6 +23,7 @@ from toolkit.engine.messages import (
     EngineRequest,
     Failed,
     FromCore,
+    GiveFeature,
     ListRequests,
     Operate,
     Ping,
@@ -119,8 +120,8 @@ class CoreProcess:
             self._core.launch()
             self._send_all(outputs)  # while the device is busy
             outputs = self._core.collect()
-            for client, result in self._core.pop_results():
-                self._send(result, client)
+            for client, message in self._core.pop_messages():
+                self._send(message, client)
             if self._probing_clients:
                 self._report_steps(outputs)
             if not self._core.has_work:
@@ -157,6 +158,9 @@ class CoreProcess:
                 self._probe_step(message.client)
             elif isinstance(message, Operate):
                 self._core.operate(message)
+            elif isinstance(message, GiveFeature):
+                data = self._inbox.recv() if message.is_found else None
+                self._core.features.receive(message.digest, message.client, data)
             elif isinstance(message, Ping):
                 self._send(Pong())
             else:
