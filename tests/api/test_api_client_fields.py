@@ -175,8 +175,7 @@ def test_types_of_tools_are_refused_by_name(
     ],
 )  # fmt: skip
 def test_reasoning_options_reach_the_chat_template(body: Any, expected: dict[str, Any]) -> None:
-    chat = body if isinstance(body, ChatRequest) else body.to_chat()
-    options = chat.template_options(trusted=False)
+    options = body.to_conversation({}).options
     assert options == expected | {
         "add_generation_prompt": True,
         "continue_final_message": False,

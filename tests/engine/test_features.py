@@ -120,7 +120,7 @@ async def llm(checkpoint: Callable[[str], Path], forked_processes: None) -> Asyn
 
 
 class Sent:
-    """What a front end sends to a core, which can be held back."""
+    """Records the features that a front end gives to its core."""
 
     def __init__(self, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given: list[tuple[GiveFeature, bytes | None]] = []

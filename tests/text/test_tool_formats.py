@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
-from toolkit.api.openai.tools import CalledFunction, FunctionTool, Tool, ToolCall
+from toolkit.api.openai.tools import CalledFunction, Tool, ToolCall
 from toolkit.text.harmony import HarmonyFormat
 from toolkit.text.parsers import TOOL_FORMATS, detect_format
 from toolkit.text.reasoning import ReasoningFormat
@@ -201,7 +201,7 @@ NAMED_CALLS = f'[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]note[CALL_ID]abc[ARG
 )
 def test_cut_calls_never_become_content(tool_format, text, needs_call):
     """At every length, in any pieces, cut by max_tokens, a stop string or an abort."""
-    tools = [Tool(function=FunctionTool(name=name)) for name, _ in CALLS]
+    tools = [Tool.of(name, None, None, None) for name, _ in CALLS]
     plan = AnswerPlan(None, tool_format, tools, True, needs_call, False)
     full = "I look." if text.startswith("I look") and not needs_call else ""
     for length in range(len(text)):

@@ -14,7 +14,7 @@ from tests import checkpoints
 from toolkit import LLM, SamplingParams, StructuredOutputsParams
 from toolkit.api.openai.answer_parts import AnswerPlan
 from toolkit.api.openai.schemas import ChatRequest
-from toolkit.api.openai.tools import Tool
+from toolkit.api.openai.tools import Tool, ToolUse
 from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
 from toolkit.text.parsers import TOOL_FORMATS, Parsers
@@ -46,10 +46,7 @@ SCHEMAS: dict[str, Any] = {
     "now": {"type": "object", "additionalProperties": False},
 }
 TOOLS = [
-    Tool.model_validate(
-        {"function": {"name": name} | ({} if name == "now" else {"parameters": schema})}
-    )
-    for name, schema in SCHEMAS.items()
+    Tool.of(name, None, None if name == "now" else schema, None) for name, schema in SCHEMAS.items()
 ]
 MARKERS = ["[TOOL_CALLS]", "<tool_call>"]
 
@@ -71,7 +68,8 @@ def llm(tmp_path_factory):
 def make_plan(llm: LLM, config: ServerConfig | None = None, **body: Any) -> AnswerPlan:
     tools = [{"function": {"name": "f"}}]
     request = ChatRequest.model_validate({"messages": [], "tools": tools} | body)
-    return AnswerPlan.of(request, [1], llm.tokenizer, Parsers.choose(config or ServerConfig()))
+    template, parsers = llm.tokenizer.chat_template_text, Parsers.choose(config or ServerConfig())
+    return AnswerPlan.of(request.tool_use(), template, [1], llm.tokenizer, parsers)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -110,10 +108,10 @@ def test_constrained_calls_are_parsed_with_valid_arguments(llm, name, parallel):
     assert len(set(called)) > 1
 
 
-@pytest.mark.parametrize("parameters", [{}, {"parameters": {"type": "object"}}])
+@pytest.mark.parametrize("parameters", [None, {"type": "object"}])
 def test_arguments_begin_without_line_breaks(parameters):
     """A confused model would write line breaks without end."""
-    tool = Tool.model_validate({"function": {"name": "now"} | parameters})
+    tool = Tool.of("now", None, parameters, None)
     grammar = TOOL_FORMATS["llama3_json"].answer_grammar([tool], parallel=False)
     call = b'{"name": "now", "parameters": {'
     matcher = LLMatcher(LLTokenizer("byte"), grammar)
@@ -151,8 +149,6 @@ def test_plan_finds_reasoning_at_the_end_of_the_prompt(parser, end, expected):
     tokenizer: Any = SimpleNamespace(
         decode=lambda ids, skip_special_tokens: end, chat_template_text=""
     )
-    body = ChatRequest.model_validate({"messages": []})
-    plan = AnswerPlan.of(
-        body, [1, 2], tokenizer, Parsers.choose(ServerConfig(reasoning_parser=parser))
-    )
+    parsers = Parsers.choose(ServerConfig(reasoning_parser=parser))
+    plan = AnswerPlan.of(ToolUse(), "", [1, 2], tokenizer, parsers)
     assert plan.reasoning == expected

@@ -287,10 +287,6 @@ class AsyncLLM:
         """Defaults from the model's generation_config.json."""
         return self._inputs.default_sampling
 
-    def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the tokens of a conversation in the model's chat template."""
-        return self._inputs.chat_prompt(messages, **options)
-
     def abort(self, request_id: str) -> None:
         """End a request and its stream. No effect if it has ended."""
         for sequence in self._abort_in_core(request_id):

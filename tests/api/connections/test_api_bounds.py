@@ -25,7 +25,7 @@ from toolkit.api.http.layers.limits import check_shape
 from toolkit.api.openai import conversation
 from toolkit.api.openai.answer_parts import AnswerPlan
 from toolkit.api.openai.schemas import ChatRequest
-from toolkit.api.openai.tools import FunctionTool, Tool
+from toolkit.api.openai.tools import Tool
 from toolkit.config import ServerConfig
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
@@ -73,7 +73,7 @@ def test_values_that_cannot_be_encoded_are_refused(
 
 @pytest.mark.parametrize("schema", ["[1]", "true", "[" * 100_000, "{"], ids=lambda text: text[:8])
 def test_a_schema_next_to_tools_is_an_object(schema: str) -> None:
-    tools = [Tool(function=FunctionTool(name="f"))]
+    tools = [Tool.of("f", None, None, None)]
     plan = AnswerPlan(None, Llama3Format, tools, True, False, False)
     asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     with pytest.raises(InvalidRequestError, match=r"not JSON|a JSON object") as caught:
@@ -230,8 +230,8 @@ async def test_long_conversations_are_rendered_in_a_thread(
         threads.append(threading.current_thread())
         return [1]
 
-    engine = SimpleNamespace(chat_prompt=chat_prompt, tokenizer=None)
-    body = ChatRequest.model_validate({"messages": MESSAGES} | more)
+    engine = SimpleNamespace(inputs=SimpleNamespace(chat_prompt=chat_prompt), tokenizer=None)
+    body = ChatRequest.model_validate({"messages": MESSAGES} | more).to_conversation(None)
     serving = http_server.Server(ServerConfig(), [http_server.ServedModel(engine, ("x",))])
     await conversation.encode_conversation(serving.find("x"), body, _Request({"type": "http"}))
     assert (threads != [threading.main_thread()]) == leaves_the_loop

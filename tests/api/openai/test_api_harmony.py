@@ -27,7 +27,7 @@ from toolkit.api.openai.conversation import ChatAnswer
 from toolkit.api.openai.replies import PromptTokensDetails, Usage
 from toolkit.api.openai.response_events import ResponseBuilder
 from toolkit.api.openai.response_request import ResponsesRequest
-from toolkit.api.openai.tools import Tool
+from toolkit.api.openai.tools import ChatTool
 from toolkit.engine.outputs import Delta
 from toolkit.sampling.params import SamplingParams
 from toolkit.text.harmony import HarmonyFormat
@@ -251,7 +251,7 @@ class Dictated(SimpleNamespace):
 
 
 def dictate(text: str, size: int) -> ChatAnswer:
-    tools = [Tool.model_validate(one) for one in TOOLS]
+    tools = [ChatTool.model_validate(one).plain() for one in TOOLS]
     opening = "<|start|>assistant"
     plan = AnswerPlan(None, HarmonyFormat, tools, True, False, False, opening=opening)
     tokenizer: Any = SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode()))

@@ -19,15 +19,25 @@ from toolkit.api.http.streaming import EventStream, while_connected
 from toolkit.api.openai.answer_parts import AnswerPart
 from toolkit.api.openai.conversation import (
     ChatAnswer,
+    Conversation,
     encode_conversation,
-    make_chat_request,
-    rename_params,
     start_answer,
 )
 from toolkit.api.openai.response_format import Schema
-from toolkit.api.openai.schemas import MAX_MESSAGES, ChatRequest, ReasoningEffort
-from toolkit.api.openai.tools import only_type
+from toolkit.api.openai.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    STOPS,
+    Int,
+    ReasoningEffort,
+    answer_params,
+    end_options,
+    reasoning_options,
+)
+from toolkit.api.openai.tools import Tool, ToolName, ToolUse, only_type, template_call
 from toolkit.errors import InvalidRequestError
+from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
 router = APIRouter(tags=["Anthropic"], route_class=Route)
 _encoder = msgspec.json.Encoder()
@@ -43,13 +53,6 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }  # event type of a block's text, and the field that holds the text
-_PARAM_NAMES = {
-    "stop": "stop_sequences",
-    "prompt": "messages",
-    "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
-}  # chat parameters whose name differs here
-
 # ---- requests
 
 MANY = Field(max_length=MAX_MESSAGES, fail_fast=True)
@@ -113,8 +116,8 @@ class MessageParam(Body):
     content: Content
     output_config: Any = Field(None, description="Not read")
 
-    def to_chat(self) -> Iterator[dict[str, Any]]:
-        """Yield chat messages: first one per call result, then reasoning, text and calls."""
+    def to_template(self) -> Iterator[dict[str, Any]]:
+        """Yield a template's messages: one per call result, then reasoning, text and calls."""
         blocks = self.content if isinstance(self.content, list) else []
         for block in blocks:
             if isinstance(block, ResultBlock):
@@ -123,22 +126,27 @@ class MessageParam(Body):
                     "tool_call_id": block.tool_use_id,
                     "content": _text(block.content),
                 }
-        calls = [_call(block) for block in blocks if isinstance(block, CallBlock)]
+        calls = [
+            template_call(block.id, block.name, block.input)
+            for block in blocks
+            if isinstance(block, CallBlock)
+        ]
         text = _text(self.content)
         message: dict[str, Any] = {"role": self.role, "content": text}
         if calls:
             message["content"] = text or None
             message["tool_calls"] = calls
-        if thoughts := [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]:
-            message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+        thoughts = [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]
+        if reasoning := "\n\n".join(filter(None, thoughts)):
+            message["reasoning_content"] = reasoning
         if text or calls or not blocks:
             yield message
 
 
 class InputTool(Body):
-    name: Text
+    name: ToolName
     description: Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: Schema
     type: Literal["custom"] | None = None
     strict: bool | None = Field(
         None,
@@ -152,18 +160,13 @@ class InputToolChoice(Body):
     name: Text | None = None
     disable_parallel_tool_use: bool = False
 
-    def to_chat(self) -> str | dict[str, Any]:
-        if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name or ""}}
-        return "required" if self.type == "any" else self.type
-
 
 class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: Schema = Field(alias="schema")
 
-    def to_chat(self) -> dict[str, Any]:
-        return {"type": self.type, "json_schema": {"schema": self.schema_, "strict": True}}
+    def to_params(self) -> StructuredOutputsParams:
+        return StructuredOutputsParams(json=self.schema_, param="output_config.format")
 
 
 class OutputConfig(Body):
@@ -198,17 +201,25 @@ class CountRequest(RequestBody):
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1), MANY]
     system: Content | None = Field(None, description="System message before the conversation")
-    tools: Annotated[list[InputTool] | None, only_type("custom")] = None
+    tools: Annotated[list[InputTool] | None, only_type("custom")] = Field(
+        None, max_length=MAX_TOOLS
+    )
     tool_choice: InputToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
     thread: Any = Field(None, description="Not supported: nothing is stored")
 
-    def to_chat(self) -> ChatRequest:
-        """Raises InvalidRequestError for unsupported options."""
-        return self._to_chat()
+    @property
+    def param_names(self) -> Mapping[str, str]:
+        """The engine's parameters whose names differ here."""
+        return {
+            "stop": "stop_sequences",
+            "prompt": "messages",
+            "reasoning_effort": "output_config.effort",
+        }
 
-    def _to_chat(self, **options: Any) -> ChatRequest:
+    def to_conversation(self, defaults: Mapping[str, Any]) -> Conversation:
+        """`defaults`: of sampling. Raises InvalidRequestError for unsupported options."""
         if self.thread is not None:
             # Anthropic's client then sends the complete conversation.
             raise InvalidRequestError(
@@ -218,30 +229,43 @@ class CountRequest(RequestBody):
                 code="thread_unsupported_request",
             )
         config = self.output_config
-        output_format = None if config is None else config.format
-        is_thinking = self.thinking is None or self.thinking.type != "disabled"
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
-        messages += [converted for one in self.messages for converted in one.to_chat()]
-        choice = self.tool_choice
+        messages += [converted for one in self.messages for converted in one.to_template()]
         is_continued = self.messages[-1].role == "assistant"
-        if is_continued and output_format is not None:
+        if is_continued and config is not None and config.format is not None:
             raise InvalidRequestError(
                 "output_config.format applies to complete answers, so the last message must be "
                 "the user's.",
                 param="output_config",
             )
-        return make_chat_request(
+        if not messages:
+            raise InvalidRequestError("The conversation has no messages.", param="messages")
+        is_thinking = self.thinking is None or self.thinking.type != "disabled"
+        options = reasoning_options(None if config is None else config.effort)
+        options |= {} if is_thinking else {"enable_thinking": False}
+        return Conversation(
             messages=messages,
-            tools=[_tool(tool) for tool in self.tools] if self.tools else None,
-            tool_choice=None if choice is None else choice.to_chat(),
-            parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-            response_format=None if output_format is None else output_format.to_chat(),
-            continue_final_message=is_continued,
-            add_generation_prompt=not is_continued,
-            reasoning_effort=None if config is None else config.effort,
-            chat_template_kwargs=None if is_thinking else {"enable_thinking": False},
-            **options,
+            options=options | end_options(not is_continued, continued=is_continued),
+            tools=self._tool_use(),
+            params=self._params(defaults),
         )
+
+    def _params(self, defaults: Mapping[str, Any]) -> SamplingParams | None:
+        """Return None: tokens are counted, and no answer is wanted."""
+        return None
+
+    def _tool_use(self) -> ToolUse:
+        choice, mode, names = self.tool_choice, None, None
+        is_named = choice is not None and choice.type == "tool"
+        if choice is not None:
+            mode = "required" if choice.type in ("any", "tool") else choice.type
+            names = [choice.name or ""] if is_named else None
+        tools = [
+            Tool.of(one.name, one.description, one.input_schema, one.strict)
+            for one in self.tools or ()
+        ]
+        parallel = choice is None or not choice.disable_parallel_tool_use
+        return ToolUse.choose(tools, mode, names, is_named=is_named, parallel=parallel)
 
 
 class MessagesRequest(CountRequest):
@@ -257,21 +281,26 @@ class MessagesRequest(CountRequest):
     )
 
     max_tokens: int = Field(description="Maximum tokens to generate", examples=[64])
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Annotated[list[Text], STOPS] | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     top_p: float | None = None
     stream: bool = False
     metadata: Any = Field(None, description="Accepted for compatibility; not stored")
 
-    def to_chat(self) -> ChatRequest:
-        """Raises InvalidRequestError for unsupported options."""
-        return self._to_chat(
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
+    def _params(self, defaults: Mapping[str, Any]) -> SamplingParams | None:
+        """Return the parameters of the answer. Raises InvalidRequestError."""
+        output = None if self.output_config is None else self.output_config.format
+        return answer_params(
+            defaults,
+            self.max_tokens,
+            {
+                "stop": self.stop_sequences,
+                "temperature": self.temperature,
+                "top_k": self.top_k,
+                "top_p": self.top_p,
+            },
+            structured_outputs=None if output is None else output.to_params(),
         )
 
 
@@ -279,21 +308,6 @@ def _text(content: str | Sequence[Body]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(block.text for block in content if isinstance(block, TextBlock))
-
-
-def _call(block: CallBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
-
-
-def _tool(tool: InputTool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
 
 
 # ---- answers
@@ -307,9 +321,8 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     target = target_of(request, body)
     id = f"msg_{request.state.request_id}"
-    chat = body.to_chat()
-    with rename_params(_PARAM_NAMES):
-        answer = await start_answer(target, chat, request, id)
+    asked = body.to_conversation(target.engine.default_sampling)
+    answer = await start_answer(target, asked, request, id)
     if body.stream:
         events = _events(answer, id, target.name)
         return EventStream(
@@ -334,9 +347,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a conversation's prompt."""
     target = target_of(request, body)
-    chat = body.to_chat()
-    with rename_params(_PARAM_NAMES):
-        prompt = await encode_conversation(target, chat, request)
+    prompt = await encode_conversation(target, body.to_conversation({}), request)
     return Response(_encoder.encode({"input_tokens": len(prompt)}), media_type="application/json")
 
 

@@ -85,6 +85,11 @@ class RequestBody(Body):
 
     _never_null: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def param_names(self) -> Mapping[str, str]:
+        """The engine's parameters whose names differ here."""
+        return {}
+
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         super().__pydantic_init_subclass__(**options)

@@ -74,7 +74,11 @@ _ANTHROPIC_TYPES = {
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """Return the response for an error, in the format of the interface that was called."""
+    """Return the response for an error, in the format of the interface that was called.
+
+    Parameters have that interface's names."""
+    if isinstance(error, InvalidRequestError) and "param_names" in scope.get("state", {}):
+        error = error.renamed(scope["state"]["param_names"])
     if speaks_anthropic(scope):
         body = msgspec.json.encode(anthropic_error(error, scope["state"]["request_id"]))
     else:

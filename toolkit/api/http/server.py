@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from toolkit.api.http.body_fields import Body, check_fields
+from toolkit.api.http.body_fields import RequestBody, check_fields
 from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
@@ -163,7 +163,7 @@ def server_of(request: Request) -> Server:
     return server
 
 
-def target_of(request: Request, body: Body) -> Target:
+def target_of(request: Request, body: RequestBody) -> Target:
     """Return what a request names as its model.
 
     Raises the errors of `Server.find`, and InvalidRequestError for an unknown field if the server
@@ -171,6 +171,7 @@ def target_of(request: Request, body: Body) -> Target:
     server = server_of(request)
     check_fields(request, body, strict=server.config.strict)
     target = server.find(getattr(body, "model", None))
+    request.state.param_names = body.param_names  # for errors of the engine, in `error_response`
     if (record := current_stats.get()) is not None:
         record.model = target.name
     return target

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from toolkit.api.openai.replies import AssistantMessage, ChatDelta
-from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.openai.tools import (
     FunctionCall,
-    NamedTool,
     Tool,
     ToolCallDelta,
     ToolCallMessage,
-    requires_call,
+    ToolUse,
 )
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
@@ -59,21 +57,20 @@ class AnswerPlan:
     allows_parallel: bool  # several calls in one answer
     needs_call: bool  # the answer is calls only
     has_named_tool: bool  # tool_choice names the tool to call
-    has_structured_outputs: bool = False
     reasoning_format: type[ReasoningFormat] = ReasoningFormat
     opening: str = ""  # text at the prompt's end that `tool_format` reads before the answer
 
     @classmethod
     def of(
-        cls, body: ChatRequest, prompt: list[int], tokenizer: Tokenizer, parsers: Parsers
+        cls,
+        use: ToolUse,
+        template: str,
+        prompt: list[int],
+        tokenizer: Tokenizer,
+        parsers: Parsers,
     ) -> AnswerPlan:
         """Raises InvalidRequestError if the format of this model's calls is unknown."""
-        tools = body.callable_tools
-        needs_call = requires_call(body.tool_choice)
-        is_named = isinstance(body.tool_choice, NamedTool)
-        template = (
-            tokenizer.chat_template_text if body.chat_template is None else body.chat_template
-        )
+        tools = use.tools
         if tools and "tools" not in template:
             raise InvalidRequestError(
                 "The model's chat template has no place for tools, so the model would not see "
@@ -83,15 +80,14 @@ class AnswerPlan:
         harmony = parsers.harmony_for(template)
         tool_format: type[ToolFormat] | None = harmony
         if harmony is None and tools:
-            tool_format = _choose_format(parsers, template, needs_call)
+            tool_format = _choose_format(parsers, template, use.needs_call)
         return cls(
             parsers.reasoning_after(prompt, tokenizer),
             tool_format,
             tools,
-            body.parallel_tool_calls and not is_named,
-            needs_call,
-            is_named,
-            body.structured_outputs is not None,
+            use.allows_parallel,
+            use.needs_call,
+            use.is_named,
             parsers.reasoning_format or ReasoningFormat,
             "" if tool_format is None else tool_format.opening_of(prompt, tokenizer),
         )
@@ -128,7 +124,7 @@ class AnswerPlan:
             return asked
         answer_rule = None
         if self.needs_call:  # response_format is ignored: it constrains text, and there is none
-            if self.has_structured_outputs:
+            if asked is not None and asked.param == "structured_outputs":
                 raise InvalidRequestError(
                     "tool_choice requires a tool call, so structured_outputs cannot apply. "
                     "Leave one of them out.",

@@ -3,18 +3,18 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
 from toolkit.api.http.layers.limits import check_queue
 from toolkit.api.http.server import Target
 from toolkit.api.openai.generation import AnswerGroup, check_num_logprobs
-from toolkit.api.openai.schemas import ChatRequest, CompletionRequest
 from toolkit.engine.beam_search import BeamSearch
 from toolkit.engine.front.input_processor import Prompt
 from toolkit.engine.front.output_processor import RequestState
 from toolkit.engine.front.stream import RequestStream
 from toolkit.engine.outputs import Delta, PositionLogprobs
 from toolkit.errors import EngineError, InvalidRequestError, RequestTimeoutError
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import BeamSearchParams, SamplingParams
 
 MAX_BEAMS = 1024  # of one request, over all its prompts
 
@@ -82,19 +82,29 @@ class BeamStream:
             step += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """A beam search that a request asks for."""
+
+    params: BeamSearchParams
+    num_answers: int
+    truncate_prompt_tokens: int | None
+
+
 async def start_beams(
     target: Target,
     prompts: Sequence[Prompt],
-    body: CompletionRequest | ChatRequest,
+    beams: Beams,
     *,
     request_id: str,
+    priority: int,
     skip_special_tokens: bool = True,
 ) -> AnswerGroup:
     """Prepare a search for each prompt.
 
     Raises InvalidRequestError for a prompt or options that cannot run, and TooManyRequestsError."""
-    params, engine = body.beam_params(), target.engine
-    width, num_answers = params.beam_width, body.n or 1
+    params, engine = beams.params, target.engine
+    width, num_answers = params.beam_width, beams.num_answers
     if len(prompts) * width > MAX_BEAMS:
         raise InvalidRequestError(
             f"{len(prompts)} prompts with {width} beams each exceed the limit of {MAX_BEAMS} beams "
@@ -103,7 +113,7 @@ async def start_beams(
         )
     prompt_params = SamplingParams(
         max_tokens=params.max_tokens,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncate_prompt_tokens=beams.truncate_prompt_tokens,
         stop_token_ids=params.stop_token_ids,
     )
     prepared = [
@@ -121,7 +131,7 @@ async def start_beams(
         search = BeamSearch(token_ids, params, request.spec.eos_token_ids)
         state = RequestState(f"{name}-{index}", text, token_ids, search.step_params)
         streams.append(
-            BeamStream(target, search, state, num_answers, body.priority, skip_special_tokens)
+            BeamStream(target, search, state, num_answers, priority, skip_special_tokens)
         )
     return AnswerGroup(streams, num_answers)
 

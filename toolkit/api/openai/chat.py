@@ -21,7 +21,7 @@ from toolkit.api.http.streaming import (
     while_connected,
 )
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
-from toolkit.api.openai.conversation import rename_params, start_answer
+from toolkit.api.openai.conversation import start_answer
 from toolkit.api.openai.generation import AnswerGroup, prompt_logprobs_json
 from toolkit.api.openai.replies import (
     AssistantMessage,
@@ -50,8 +50,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     target = target_of(request, body)
     request_id = f"chatcmpl-{request.state.request_id}"
-    with rename_params(body.param_names):
-        answer = await start_answer(target, body, request, request_id)
+    asked = body.to_conversation(target.engine.default_sampling)
+    answer = await start_answer(target, asked, request, request_id)
     group, tokenizer, plan = answer.group, answer.tokenizer, answer.plan
     top = answer.params.logprobs or 0
     head = {"id": request_id, "created": int(time.time()), "model": target.name}

@@ -23,7 +23,6 @@ from toolkit.api.http.streaming import (
     while_connected,
 )
 from toolkit.api.openai.beams import start_beams
-from toolkit.api.openai.conversation import rename_params
 from toolkit.api.openai.generation import AnswerGroup, prompt_logprobs_json, start_group
 from toolkit.api.openai.replies import (
     Completion,
@@ -49,18 +48,15 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         "created": int(time.time()),
         "model": target.name,
     }
-    with rename_params(body.param_names):
-        params = body.params(target.engine.default_sampling)
-        if body.use_beam_search:
-            group = await start_beams(target, body.prompts(), body, request_id=request_id)
-        else:
-            group = await start_group(
-                target,
-                body.prompts(),
-                params,
-                request_id=request_id,
-                priority=body.priority,
-            )
+    params = body.params(target.engine.default_sampling)
+    if (beams := body.beams()) is not None:
+        group = await start_beams(
+            target, body.prompts(), beams, request_id=request_id, priority=body.priority
+        )
+    else:
+        group = await start_group(
+            target, body.prompts(), params, request_id=request_id, priority=body.priority
+        )
     builder = _ChoiceBuilder(group, body, target.engine.tokenizer)
     if body.stream:
         events = _events(group, builder, head, body)

@@ -2,21 +2,18 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.requests import Request
 
-from toolkit.api.http.error_bodies import validation_error
 from toolkit.api.http.server import Target
 from toolkit.api.http.streaming import while_connected
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPart, AnswerPlan
-from toolkit.api.openai.beams import start_beams
+from toolkit.api.openai.beams import Beams, start_beams
 from toolkit.api.openai.generation import AnswerGroup, start_group
-from toolkit.api.openai.schemas import ChatRequest
+from toolkit.api.openai.tools import ToolUse
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.text.harmony import adapt_conversation, is_harmony
@@ -26,6 +23,31 @@ _READS_OBJECTS = re.compile(r"\.(?:items|keys)\(|\|\s*(?:items|dictsort)\b")
 """In a chat template: it may read the arguments of calls one by one, and not take text."""
 LONG_CONVERSATION = 20_000
 """Characters above which a conversation is rendered and tokenized in a thread."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """A chat to answer. Every interface builds it from its validated request."""
+
+    messages: list[dict[str, Any]]  # as chat templates take them
+    options: dict[str, Any]  # further input of the template
+    tools: ToolUse = field(default_factory=ToolUse)
+    template: str | None = None  # the request's own
+    params: SamplingParams | None = None  # None: only the prompt is wanted
+    beams: Beams | None = None  # instead of sampling
+    priority: int = 0
+
+    @property
+    def length(self) -> int:
+        """Estimate of the characters that a template processes.
+
+        With a constant per message, call and tool."""
+        length = 100 * len(self.messages) + 500 * len(self.tools.tools)
+        for message in self.messages:
+            length += len(message["content"] or "") + len(message.get("reasoning_content", ""))
+            for call in message.get("tool_calls", ()):
+                length += 100 + len(str(call["function"]["arguments"]))
+        return length
 
 
 @dataclass(slots=True)
@@ -58,49 +80,58 @@ class ChatAnswer:
 
 
 async def start_answer(
-    target: Target, body: ChatRequest, request: Request, request_id: str
+    target: Target, asked: Conversation, request: Request, request_id: str
 ) -> ChatAnswer:
     """Start the answers to a conversation. Raises InvalidRequestError."""
-    params = body.params(target.engine.default_sampling)
-    prompt = await encode_conversation(target, body, request)
+    prompt = await encode_conversation(target, asked, request)
     tokenizer = target.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
-    plan = AnswerPlan.of(body, prompt, tokenizer, target.server.plugins.parsers)
-    params = plan.constrain(params, tokenizer)
-    if body.use_beam_search:
+    assert asked.params is not None, "only the prompt is wanted"
+    template = tokenizer.chat_template_text if asked.template is None else asked.template
+    plan = AnswerPlan.of(asked.tools, template, prompt, tokenizer, target.server.plugins.parsers)
+    params = plan.constrain(asked.params, tokenizer)
+    if asked.beams is not None:
         group = await start_beams(
             target,
             [prompt],
-            body,
+            asked.beams,
             request_id=request_id,
+            priority=asked.priority,
             skip_special_tokens=params.skip_special_tokens,
         )
     else:
         group = await start_group(
-            target, [prompt], params, request_id=request_id, priority=body.priority
+            target, [prompt], params, request_id=request_id, priority=asked.priority
         )
     return ChatAnswer(group, plan, tokenizer, params)
 
 
-async def encode_conversation(target: Target, body: ChatRequest, request: Request) -> list[int]:
+async def encode_conversation(target: Target, asked: Conversation, request: Request) -> list[int]:
     """Return the prompt tokens of a conversation.
 
     A long conversation is rendered in a thread, and the request's own template in another process:
     the event loop stays free. Raises InvalidRequestError if the chat template refuses the messages,
     or the model an option."""
-    options = body.template_options(trusted=target.server.config.trust_request_chat_template)
-    if tools := body.callable_tools:
-        options["tools"] = [tool.model_dump(exclude_none=True, by_alias=True) for tool in tools]
-    messages, options = _adapt(target, body, options)
-    allow = target.server.config.allow_special_tokens_in_messages
-    if body.chat_template is not None:
+    config = target.server.config
+    if asked.template is not None and not config.trust_request_chat_template:
+        raise InvalidRequestError(
+            "This server accepts no chat template in a request. "
+            "--trust-request-chat-template allows it.",
+            param="chat_template",
+        )
+    options = dict(asked.options)
+    if asked.tools.tools:
+        options["tools"] = [tool.given for tool in asked.tools.tools]
+    is_long = asked.length > LONG_CONVERSATION
+    messages, options = _adapt(target, asked, options)
+    allow = config.allow_special_tokens_in_messages
+    if asked.template is not None:
         given = {"messages": messages, **options}
-        return await _encode_apart(target, request, body.chat_template, given, allow)
+        return await _encode_apart(target, request, asked.template, given, allow)
 
     def encode() -> list[int]:
-        return target.engine.chat_prompt(messages, allow_special_tokens=allow, **options)
+        return target.engine.inputs.chat_prompt(messages, allow_special_tokens=allow, **options)
 
-    is_long = _estimate_length(body) > LONG_CONVERSATION
     return await asyncio.to_thread(encode) if is_long else encode()
 
 
@@ -121,50 +152,17 @@ async def _encode_apart(
     return await asyncio.to_thread(inputs.encode_chat, text, separator)
 
 
-def _estimate_length(body: ChatRequest) -> int:
-    """Estimate the characters a template processes, with a constant per message, call and tool."""
-    length = 100 * len(body.messages) + 500 * len(body.callable_tools)
-    for message in body.messages:
-        length += len(message.content or "") if isinstance(message.content, str) else 0
-        length += sum(len(part.text) for part in message.content or () if not isinstance(part, str))
-        length += len(message.reasoning_content or "")
-        length += sum(100 + len(call.function.arguments) for call in message.tool_calls or ())
-    return length
-
-
-def make_chat_request(**fields: Any) -> ChatRequest:
-    """Build the chat request that another interface's request means. Raises InvalidRequestError."""
-    try:
-        return ChatRequest.model_validate(
-            {name: value for name, value in fields.items() if value is not None}
-        )
-    except ValidationError as error:
-        raise validation_error(
-            [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        ) from None
-
-
-@contextmanager
-def rename_params(names: Mapping[str, str]) -> Iterator[None]:
-    """Report errors under an interface's own names of the chat parameters in `names`."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        raise error.renamed(names) from None
-
-
 def _adapt(
-    target: Target, body: ChatRequest, options: dict[str, Any]
+    target: Target, asked: Conversation, options: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages and options as the chat template takes them.
 
     `system` replaces `developer` if the template lacks that role. Raises InvalidRequestError for
     what the model does not have."""
-    messages = body.conversation()
+    messages, given = asked.messages, asked.template
     tokenizer = target.engine.tokenizer
     template = ""
     if tokenizer is not None:
-        given = body.chat_template
         template = tokenizer.find_template(given) if given else tokenizer.chat_template_text
     broken = [call for one in messages for call in one.get("tool_calls", ()) if _is_broken(call)]
     if broken and _READS_OBJECTS.search(template):

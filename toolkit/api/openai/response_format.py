@@ -32,20 +32,24 @@ class ResponseFormat(Body):
 
     def to_params(self) -> StructuredOutputsParams | None:
         """Raises InvalidParamError if json_schema is missing, or given with another type."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise InvalidParamError(
-                "response_format",
-                "needs json_schema with the type json_schema, and takes it with no other type.",
-            )
-        if self.type == "text":
-            return None
-        if self.json_schema is None or self.json_schema.schema_ is None:
-            return StructuredOutputsParams(json_object=True, param="response_format")
-        return StructuredOutputsParams(
-            json=self.json_schema.schema_,
-            lenient=not self.json_schema.strict,
-            param="response_format",
+        return constraint_of(self.type, self.json_schema, param="response_format")
+
+
+def constraint_of(
+    kind: str, schema: JsonSchemaFormat | None, *, param: str
+) -> StructuredOutputsParams | None:
+    """Return the constraint of a format of the type `kind`, which `param` of the request has.
+
+    Raises InvalidParamError if the schema is missing, or given with another type."""
+    if (kind == "json_schema") != (schema is not None):
+        raise InvalidParamError(
+            param, "needs json_schema with the type json_schema, and takes it with no other type."
         )
+    if kind == "text":
+        return None
+    if schema is None or schema.schema_ is None:
+        return StructuredOutputsParams(json_object=True, param=param)
+    return StructuredOutputsParams(json=schema.schema_, lenient=not schema.strict, param=param)
 
 
 class StructuredOutputs(Body):

@@ -15,9 +15,16 @@ from toolkit.api.http.body_fields import (
     Text,
 )
 from toolkit.api.http.client_fields import REFUSED_IN_RESPONSES
-from toolkit.api.openai.conversation import make_chat_request
-from toolkit.api.openai.response_format import JsonSchemaFormat
-from toolkit.api.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, ReasoningEffort
+from toolkit.api.openai.conversation import Conversation
+from toolkit.api.openai.response_format import JsonSchemaFormat, constraint_of
+from toolkit.api.openai.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ReasoningEffort,
+    answer_params,
+    end_options,
+    reasoning_options,
+)
 from toolkit.api.openai.tools import (
     ALLOWED,
     BY_CHOICE,
@@ -25,9 +32,13 @@ from toolkit.api.openai.tools import (
     NAMED,
     ChoiceMode,
     FunctionTool,
+    Tool,
+    ToolUse,
     only_type,
+    template_call,
 )
 from toolkit.errors import InvalidRequestError
+from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
 _LOGPROBS = "message.output_text.logprobs"
 _FROM_ANSWER = "Accepted as part of an earlier answer; not read"
@@ -90,9 +101,8 @@ class InputCall(Body):
     id: str | None = Field(None, description=_FROM_ANSWER)
     status: str | None = Field(None, description=_FROM_ANSWER)
 
-    def to_chat(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.call_id, "type": "function", "function": function}
+    def to_template(self) -> dict[str, Any]:
+        return template_call(self.call_id, self.name, self.arguments)
 
 
 class InputCallOutput(Body):
@@ -169,7 +179,7 @@ def _messages(items: list[Item]) -> list[dict[str, Any]]:
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(item.to_chat())
+            messages[-1].setdefault("tool_calls", []).append(item.to_template())
         if thoughts and messages[-1]["role"] == "assistant":
             known = messages[-1].get("reasoning_content")
             messages[-1]["reasoning_content"] = "\n\n".join(filter(None, [known, *thoughts]))
@@ -197,11 +207,11 @@ class TextFormat(JsonSchemaFormat):
             by_alias=True, exclude_unset=True, include=known
         )
 
-    def to_chat(self) -> dict[str, Any]:
-        schema = {name: value for name, value in self.to_json().items() if name != "type"}
-        if not schema and self.type != "json_schema":
-            return {"type": self.type}
-        return {"type": self.type, "json_schema": schema}
+    def to_params(self) -> StructuredOutputsParams | None:
+        """Raises InvalidParamError if the type and the other fields do not belong together."""
+        has_schema = len(self.to_json()) > 1 or self.type == "json_schema"
+        schema = self if has_schema else None
+        return constraint_of(self.type, schema, param="text.format")
 
 
 class TextOptions(Body):
@@ -224,21 +234,13 @@ class ResponseTool(FunctionTool):
             "strict": self.strict,
         }
 
-    def to_chat(self) -> dict[str, Any]:
-        function = {
-            name: value
-            for name, value in self.to_json().items()
-            if name != "type" and value is not None
-        }
-        return {"type": "function", "function": function}
+    def plain(self) -> Tool:
+        return Tool.of(self.name, self.description, self.parameters, self.strict)
 
 
 class ResponseToolChoice(Body):
     type: Literal["function"]
     name: Text
-
-    def to_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "function", "name": self.name}
@@ -316,8 +318,17 @@ class ResponsesRequest(RequestBody):
     metadata: dict[Text, Text] | None = None
     user: Text | None = None
 
-    def to_chat(self) -> ChatRequest:
-        """Raises InvalidRequestError for unsupported options."""
+    @property
+    def param_names(self) -> Mapping[str, str]:
+        """The engine's parameters whose names differ here."""
+        return {
+            "prompt": "input",
+            "max_tokens": "max_output_tokens",
+            "reasoning_effort": "reasoning.effort",
+        }
+
+    def to_conversation(self, defaults: Mapping[str, Any]) -> Conversation:
+        """`defaults`: of sampling. Raises InvalidRequestError for unsupported options."""
         if _LOGPROBS in (self.include or ()):
             raise InvalidRequestError(
                 f"include cannot have {_LOGPROBS!r}: responses have no log-probabilities. Chats "
@@ -329,25 +340,40 @@ class ResponsesRequest(RequestBody):
             messages.append({"role": "user", "content": self.input})
         else:
             messages += _messages(self.input)
+        if not messages:
+            raise InvalidRequestError("The conversation has no messages.", param="input")
         text_format = None if self.text is None else self.text.format
-        return make_chat_request(
+        params = answer_params(
+            defaults,
+            self.max_output_tokens,
+            {
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
+            },
+            structured_outputs=None if text_format is None else text_format.to_params(),
+        )
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return Conversation(
             messages=messages,
-            max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            tools=[tool.to_chat() for tool in self.tools] if self.tools else None,
-            tool_choice=self._chat_tool_choice(),
-            parallel_tool_calls=self.parallel_tool_calls,
-            truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
-            response_format=None if text_format is None else text_format.to_chat(),
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            options=reasoning_options(effort) | end_options(),
+            tools=self._tool_use(),
+            params=params,
         )
 
-    def _chat_tool_choice(self) -> str | dict[str, Any] | None:
-        choice = self.tool_choice
+    def _tool_use(self) -> ToolUse:
+        choice, names = self.tool_choice, None
+        mode = choice if isinstance(choice, str) else None
         if isinstance(choice, ResponseToolChoice):
-            return choice.to_chat()
-        if isinstance(choice, ResponseAllowedTools):
-            allowed = {"mode": choice.mode, "tools": [tool.to_chat() for tool in choice.tools]}
-            return {"type": choice.type, "allowed_tools": allowed}
-        return choice if self.tools or choice == "required" else None
+            mode, names = "required", [choice.name]
+        elif isinstance(choice, ResponseAllowedTools):
+            mode, names = choice.mode, [tool.name for tool in choice.tools]
+        elif not self.tools and mode == "auto":
+            mode = None  # the official client sends it with every request
+        return ToolUse.choose(
+            [tool.plain() for tool in self.tools or ()],
+            mode,
+            names,
+            is_named=isinstance(choice, ResponseToolChoice),
+            parallel=self.parallel_tool_calls is not False,
+        )

@@ -9,19 +9,11 @@ from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import target_of
 from toolkit.api.http.streaming import EventStream, while_connected
-from toolkit.api.openai.conversation import rename_params, start_answer
+from toolkit.api.openai.conversation import start_answer
 from toolkit.api.openai.response_events import ResponseBuilder
 from toolkit.api.openai.response_request import ResponsesRequest
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
-
-_PARAM_NAMES = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
-}  # chat parameters whose name differs here
 
 
 @router.post(
@@ -32,9 +24,8 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer an input: a text, or the complete conversation so far."""
     target = target_of(request, body)
     name = request.state.request_id
-    chat = body.to_chat()
-    with rename_params(_PARAM_NAMES):
-        answer = await start_answer(target, chat, request, f"resp_{name}")
+    asked = body.to_conversation(target.engine.default_sampling)
+    answer = await start_answer(target, asked, request, f"resp_{name}")
     builder = ResponseBuilder(body, answer, name, target.name)
     if body.stream:
         return EventStream(

@@ -18,12 +18,22 @@ from toolkit.api.http.body_fields import (
     encodable,
 )
 from toolkit.api.http.client_fields import REFUSED_IN_CHAT_MESSAGES, REFUSED_IN_CHATS
+from toolkit.api.openai.beams import Beams
+from toolkit.api.openai.conversation import Conversation
 from toolkit.api.openai.response_format import (
     ResponseFormat,
     StructuredOutputs,
     resolve_constraint,
 )
-from toolkit.api.openai.tools import Tool, ToolCall, ToolChoice, only_type, select_tools
+from toolkit.api.openai.tools import (
+    AllowedToolsChoice,
+    ChatTool,
+    NamedTool,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+    only_type,
+)
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
 
@@ -134,10 +144,6 @@ class SamplingFields(RequestBody):
     def _params(
         self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        if self.temperature is not None and not 0.0 <= self.temperature <= 2.0:
-            raise InvalidRequestError(
-                f"temperature must be from 0 to 2, not {self.temperature!r}.", param="temperature"
-            )
         for name in ("length_penalty", "early_stopping"):
             if name in self.model_fields_set and not self.use_beam_search:
                 raise InvalidRequestError(f"{name} needs use_beam_search to be true.", param=name)
@@ -153,18 +159,11 @@ class SamplingFields(RequestBody):
             raise InvalidRequestError(
                 "stream_options needs stream to be true.", param="stream_options"
             )
-        if max_tokens == 0 and not self.is_prompt_only:
-            raise InvalidParamError("max_tokens", "must be at least 1; got 0.")
-        if self.use_beam_search:
-            self._beam_params(max_tokens, logprobs)  # refuses what it does not support
-        given = {
-            name: getattr(self, name)
-            for name in _SAMPLING_PARAMS
-            if getattr(self, name) is not None
-        }
-        return SamplingParams(
-            **{**defaults, **given},
-            max_tokens=max_tokens,
+        return answer_params(
+            defaults,
+            max_tokens,
+            {name: getattr(self, name) for name in _SAMPLING_PARAMS},
+            may_be_empty=self.is_prompt_only,
             logprobs=logprobs,
             logit_bias=_parse_biases(self.logit_bias),
             ignore_eos=self.ignore_eos,
@@ -185,7 +184,9 @@ class SamplingFields(RequestBody):
         """True if more answers are generated than returned."""
         return not self.use_beam_search and (self.best_of or 1) > (self.n or 1)
 
-    def _beam_params(self, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
+    def _beams(self, max_tokens: int | None, logprobs: int | None) -> Beams | None:
+        if not self.use_beam_search:
+            return None
         if self.stream:
             raise InvalidRequestError(
                 "Beam search cannot be streamed: the best answers are known only at the end.",
@@ -203,7 +204,7 @@ class SamplingFields(RequestBody):
         if max_tokens is None:
             raise InvalidRequestError("Beam search needs max_tokens.", param="max_tokens")
         try:
-            return BeamSearchParams(
+            params = BeamSearchParams(
                 beam_width=self.best_of or self.n or 1,
                 max_tokens=max_tokens,
                 length_penalty=self.length_penalty,
@@ -214,6 +215,7 @@ class SamplingFields(RequestBody):
             )
         except InvalidRequestError as error:
             raise error.renamed({"beam_width": "best_of" if self.best_of else "n"}) from None
+        return Beams(params, self.n or 1, self.truncate_prompt_tokens)
 
     @property
     def has_final_usage(self) -> bool:
@@ -235,6 +237,28 @@ _SAMPLING_PARAMS = (
     "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "prompt_logprobs",
     "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "num_speculative_tokens",
 )  # fmt: skip
+
+
+def answer_params(
+    defaults: Mapping[str, Any],
+    max_tokens: int | None,
+    given: Mapping[str, Any],
+    *,
+    may_be_empty: bool = False,
+    **options: Any,
+) -> SamplingParams:
+    """Return the parameters of an answer. None in `given` means the model's default, or ours.
+
+    Raises InvalidRequestError for values that the API does not allow."""
+    temperature = given.get("temperature")
+    if temperature is not None and not 0.0 <= temperature <= 2.0:
+        raise InvalidRequestError(
+            f"temperature must be from 0 to 2, not {temperature!r}.", param="temperature"
+        )
+    if max_tokens == 0 and not may_be_empty:
+        raise InvalidParamError("max_tokens", "must be at least 1; got 0.")
+    found = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{**defaults, **found, "max_tokens": max_tokens, **options})
 
 
 class CompletionRequest(SamplingFields):
@@ -277,9 +301,9 @@ class CompletionRequest(SamplingFields):
             return params
         return msgspec.structs.replace(params, n=self.best_of, logprobs=self.logprobs or 0)
 
-    def beam_params(self) -> BeamSearchParams:
+    def beams(self) -> Beams | None:
         """Raises InvalidRequestError for options that beam search does not support."""
-        return self._beam_params(self.max_tokens, self.logprobs)
+        return self._beams(self.max_tokens, self.logprobs)
 
     @property
     def param_names(self) -> dict[str, str]:
@@ -391,7 +415,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool] | None, only_type("function")] = Field(
+    tools: Annotated[list[ChatTool] | None, only_type("function")] = Field(
         None, max_length=MAX_TOOLS, description="Functions that the model may call"
     )
     tool_choice: ToolChoice | None = Field(
@@ -434,10 +458,6 @@ class ChatRequest(SamplingFields):
             params.prediction = _text(self.prediction.content)
         return params
 
-    def beam_params(self) -> BeamSearchParams:
-        """Raises InvalidRequestError for options that beam search does not support."""
-        return self._beam_params(self._limit, self._num_logprobs)
-
     @property
     def _limit(self) -> int | None:
         """Maximum tokens to generate."""
@@ -447,11 +467,41 @@ class ChatRequest(SamplingFields):
     def _num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them."""
+    def to_conversation(self, defaults: Mapping[str, Any] | None) -> Conversation:
+        """Return the conversation; without `defaults` of sampling, for its prompt alone.
+
+        Raises InvalidRequestError for a value out of range, and options that exclude each other."""
+        params = None if defaults is None else self.params(defaults)
+        options = self._template_options()
+        use = self.tool_use()
         if not self.messages:
             raise InvalidRequestError("The conversation has no messages.", param="messages")
-        return [message.to_template() for message in self.messages]
+        return Conversation(
+            messages=[message.to_template() for message in self.messages],
+            options=options,
+            tools=use,
+            template=self.chat_template,
+            params=params,
+            beams=None if params is None else self._beams(self._limit, self._num_logprobs),
+            priority=self.priority,
+        )
+
+    def tool_use(self) -> ToolUse:
+        """Raises InvalidRequestError for a tool_choice that does not match the tools."""
+        choice, names, is_named = self.tool_choice, None, False
+        mode = choice if isinstance(choice, str) else None
+        if isinstance(choice, NamedTool):
+            mode, names, is_named = "required", [choice.function.name], True
+        elif isinstance(choice, AllowedToolsChoice):
+            allowed = choice.allowed_tools
+            mode, names = allowed.mode, [tool.function.name for tool in allowed.tools]
+        return ToolUse.choose(
+            [tool.plain() for tool in self.tools or ()],
+            mode,
+            names,
+            is_named=is_named,
+            parallel=self.parallel_tool_calls,
+        )
 
     @property
     def param_names(self) -> dict[str, str]:
@@ -466,41 +516,17 @@ class ChatRequest(SamplingFields):
         return names
 
     @property
-    def callable_tools(self) -> list[Tool]:
-        """Raises InvalidRequestError for a tool_choice that does not match the tools."""
-        return select_tools(self.tools, self.tool_choice)
-
-    @property
     def echo_text(self) -> str:
         """Text to put before the answer."""
         last = self.messages[-1] if self.echo and self.messages else None
         return _text(last.content) if last is not None and last.role == "assistant" else ""
 
-    def template_options(self, *, trusted: bool) -> dict[str, Any]:
-        """Return the chat template's input other than the messages and tools.
-
-        `trusted`: the request may bring its own template. Raises InvalidRequestError for options
-        that exclude each other, or that the server does not allow."""
-        if self.chat_template is not None and not trusted:
+    def _template_options(self) -> dict[str, Any]:
+        """Return the chat template's input other than the messages and tools."""
+        given = self.chat_template_kwargs or {}
+        if reserved := sorted(_RESERVED & set(given)):
             raise InvalidRequestError(
-                "This server accepts no chat template in a request. "
-                "--trust-request-chat-template allows it.",
-                param="chat_template",
-            )
-        reserved = {
-            "tokenize",
-            "return_tensors",
-            "return_dict",
-            "chat_template",
-            "conversation",
-            "messages",
-            "allow_special_tokens",
-            "self",
-        }
-        extra = self._reasoning_options() | (self.chat_template_kwargs or {})
-        if reserved & set(extra):
-            raise InvalidRequestError(
-                f"chat_template_kwargs cannot set {', '.join(sorted(reserved & set(extra)))}.",
+                f"chat_template_kwargs cannot set {', '.join(reserved)}.",
                 param="chat_template_kwargs",
             )
         if (
@@ -511,17 +537,32 @@ class ChatRequest(SamplingFields):
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt exclude each other."
             )
-        return extra | {
-            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
-            "continue_final_message": self.continue_final_message,
-        }
-
-    def _reasoning_options(self) -> dict[str, Any]:
-        if self.reasoning_effort is None:
-            return {}
-        return {"reasoning_effort": self.reasoning_effort} | (
-            {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return (
+            reasoning_options(self.reasoning_effort)
+            | given
+            | end_options(
+                self.add_generation_prompt and not self.continue_final_message,
+                continued=self.continue_final_message,
+            )
         )
+
+
+_RESERVED = {
+    "tokenize", "return_tensors", "return_dict", "chat_template", "conversation", "messages",
+    "allow_special_tokens", "self",
+}  # fmt: skip
+
+
+def reasoning_options(effort: str | None) -> dict[str, Any]:
+    """Return a chat template's options for an effort."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
+def end_options(adds_prompt: bool = True, *, continued: bool = False) -> dict[str, Any]:
+    """Return a chat template's options for the end: a new answer, or the last message goes on."""
+    return {"add_generation_prompt": adds_prompt, "continue_final_message": continued}
 
 
 _UNSUPPORTED_WITH_BEAMS = (

@@ -6,14 +6,15 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, StrictInt
+from pydantic import ConfigDict, Field, StrictInt, ValidationError
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import RequestBody, Route, Text
+from toolkit.api.http.error_bodies import validation_error
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import server_of, target_of
-from toolkit.api.openai.conversation import encode_conversation, make_chat_request, rename_params
+from toolkit.api.openai.conversation import encode_conversation
 from toolkit.api.openai.schemas import ChatRequest
 from toolkit.engine.async_llm import LONG_TEXT
 from toolkit.errors import InvalidRequestError
@@ -37,6 +38,17 @@ class TokenizeRequest(RequestBody):
         True, description="Add the tokenizer's special tokens to a prompt (such as BOS)"
     )
     return_token_strs: bool = False
+
+    def to_chat(self) -> ChatRequest:
+        """Return the chat whose prompt is wanted. Raises InvalidRequestError."""
+        own_fields = {"prompt", "add_special_tokens", "return_token_strs"}
+        given = self.model_dump(exclude=own_fields, exclude_none=True)
+        try:
+            return ChatRequest.model_validate(given)
+        except ValidationError as error:
+            raise validation_error(
+                [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            ) from None
 
 
 class DetokenizeRequest(RequestBody):
@@ -74,13 +86,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokenize a text or a conversation."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("/tokenize takes either prompt or messages.", param="prompt")
-    chat = None if body.messages is None else _as_chat(body)
+    chat = None if body.messages is None else body.to_chat()
     target = target_of(request, body if chat is None else chat)
     inputs = target.engine.inputs
     tokenizer, text = inputs.require_tokenizer(), body.prompt or ""
     if chat is not None:
-        with rename_params(chat.param_names):
-            tokens = await encode_conversation(target, chat, request)
+        tokens = await encode_conversation(target, chat.to_conversation(None), request)
     else:
         inputs.check_length(text)
         encode = partial(tokenizer.encode, text, add_special_tokens=body.add_special_tokens)
@@ -125,11 +136,6 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
             chat_template=tokenizer.chat_template,
         )
     )
-
-
-def _as_chat(body: TokenizeRequest) -> ChatRequest:
-    own_fields = {"prompt", "add_special_tokens", "return_token_strs"}
-    return make_chat_request(**body.model_dump(exclude=own_fields))
 
 
 def _json(value: msgspec.Struct) -> Response:

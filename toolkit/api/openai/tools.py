@@ -1,7 +1,10 @@
 """Tools of a request, and the calls that a model makes."""
 
+from __future__ import annotations
+
 import json
-from typing import Annotated, Any, Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -13,8 +16,44 @@ from toolkit.sampling.json_schema import prepare
 from toolkit.text.tool_formats import arguments_object
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that an answer may call."""
+
+    name: str
+    parameters: dict[str, Any] | None = None  # JSON schema of the arguments
+    strict: bool | None = None  # a required call has only what the schema names
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool of a conversation."""
+
+    function: Function
+    given: dict[str, Any] = field(default_factory=dict)  # as chat templates take it
+
+    @classmethod
+    def of(cls, name: str, description: str | None, parameters: Any, strict: bool | None) -> Tool:
+        """Return the tool of a function whose request is not in the format of chats."""
+        given = {"name": name, "description": description, "parameters": parameters}
+        given |= {"strict": strict}
+        shown = {key: value for key, value in given.items() if value is not None}
+        return cls(Function(name, parameters, strict), {"type": "function", "function": shown})
+
+    def enforced(self) -> Tool:
+        """Return the tool as a grammar enforces it. Raises ValueError if it cannot."""
+        if self.function.parameters is None:
+            return self
+        schema = {"type": "object", **self.function.parameters}
+        prepared = prepare(schema, lenient=not self.function.strict)
+        return replace(self, function=replace(self.function, parameters=prepared))
+
+
+ToolName = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
 class FunctionTool(Body):
-    name: Text = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: ToolName
     description: Text | None = None
     parameters: Schema | None = Field(
         None, description="JSON schema of the arguments; default: no arguments"
@@ -26,17 +65,14 @@ class FunctionTool(Body):
     )
 
 
-class Tool(Body):
+class ChatTool(Body):
     type: Literal["function"] = "function"
     function: FunctionTool
 
-    def enforced(self) -> Self:
-        """Return the tool as a grammar enforces it. Raises ValueError if it cannot."""
-        if self.function.parameters is None:
-            return self
-        schema = {"type": "object", **self.function.parameters}
-        given = {"parameters": prepare(schema, lenient=not self.function.strict)}
-        return self.model_copy(update={"function": self.function.model_copy(update=given)})
+    def plain(self) -> Tool:
+        one = self.function
+        given = self.model_dump(exclude_none=True, by_alias=True)
+        return Tool(Function(one.name, one.parameters, one.strict), given)
 
 
 def only_type(supported: str) -> BeforeValidator:
@@ -88,19 +124,20 @@ class ToolCall(Body):
     function: CalledFunction
 
     def to_template(self) -> dict[str, Any]:
-        """Return the call with parsed arguments, as chat templates expect them.
+        return template_call(self.id, self.function.name, self.function.arguments)
 
-        Arguments that are not the JSON of an object, as when an answer was cut off, stay text."""
-        text = arguments_object(self.function.arguments)
+
+def template_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Return a call of an earlier answer, as chat templates expect it: with parsed arguments.
+
+    Text that is not the JSON of an object, as when an answer was cut off, stays text."""
+    if isinstance(arguments, str):
+        text = arguments_object(arguments)
         try:
             arguments = json.loads(text, strict=False)
         except (ValueError, RecursionError):
             arguments = text
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.function.name, "arguments": arguments},
-        }
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 MODE, NAMED, ALLOWED = Tag("(mode)"), Tag("(named)"), Tag("(allowed)")
@@ -147,40 +184,50 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     function: FunctionCall | None = None
 
 
-def select_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> list[Tool]:
-    """Return the tools that an answer may call. Raises InvalidRequestError for a bad choice."""
-    if not tools:
-        if choice is not None and choice != "none":
-            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
-        return []
-    names = [tool.function.name for tool in tools]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidRequestError(f"tools has two functions named {twice!r}.", param="tools")
-    if choice == "none":
-        return []
-    if isinstance(choice, NamedTool):
-        return _select_named(tools, names, [choice])
-    if isinstance(choice, AllowedToolsChoice):
-        return _select_named(tools, names, choice.allowed_tools.tools)
-    return tools
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools that an answer may call, and whether it must."""
+
+    tools: list[Tool] = field(default_factory=list)
+    needs_call: bool = False  # the answer is calls and nothing else
+    is_named: bool = False  # the request names the tool to call
+    allows_parallel: bool = True  # several calls in one answer
+
+    @classmethod
+    def choose(
+        cls,
+        tools: list[Tool],
+        mode: str | None,
+        names: list[str] | None = None,
+        *,
+        is_named: bool = False,
+        parallel: bool = True,
+    ) -> ToolUse:
+        """Apply a request's choice: `mode` is auto, required or none, and `names` allow some tools.
+
+        Raises InvalidRequestError for a choice that does not match the tools."""
+        if not tools:
+            if mode is not None and mode != "none":
+                raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+            return cls(allows_parallel=parallel)
+        known = [tool.function.name for tool in tools]
+        if twice := next((name for name in known if known.count(name) > 1), None):
+            raise InvalidRequestError(f"tools has two functions named {twice!r}.", param="tools")
+        if mode == "none":
+            return cls(allows_parallel=parallel)
+        if names is not None:
+            tools = _allowed(tools, known, names)
+        return cls(tools, mode == "required", is_named, parallel and not is_named)
 
 
-def requires_call(choice: ToolChoice | None) -> bool:
-    """True if an answer with this choice is calls and nothing else."""
-    if isinstance(choice, AllowedToolsChoice):
-        return choice.allowed_tools.mode == "required"
-    return choice == "required" or isinstance(choice, NamedTool)
-
-
-def _select_named(tools: list[Tool], names: list[str], chosen: list[NamedTool]) -> list[Tool]:
+def _allowed(tools: list[Tool], known: list[str], wanted: list[str]) -> list[Tool]:
     """Raises InvalidRequestError for an unknown name, and for no name at all."""
-    wanted = [one.function.name for one in chosen]
-    for name in wanted:
-        if name not in names:
-            raise InvalidRequestError(
-                f"tool_choice names the unknown tool {name!r}. The tools are {', '.join(names)}.",
-                param="tool_choice",
-            )
+    unknown = next((name for name in wanted if name not in known), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"tool_choice names the unknown tool {unknown!r}. The tools are {', '.join(known)}.",
+            param="tool_choice",
+        )
     if not wanted:
         raise InvalidRequestError(
             "tool_choice allows no tool. To allow none, set it to none.", param="tool_choice"
