@@ -26,8 +26,11 @@ VOCAB = 262
 EOS = 256
 NEW_TOKENS = 64  # per answer in the parity tests
 
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
-_HEADS = {"GPT2": "GPT2LMHeadModel"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3Seeing": "Gemma3Config"}
+_SEEING = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma3Seeing", "Mistral3")  # with a tower
+_HEADS = {"GPT2": "GPT2LMHeadModel"} | {
+    family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING
+}
 _OFFSET_NORMS = ("Gemma", "Nemotron")  # their norms multiply by 1 + weight
 _TOKENIZER = Path(__file__).parent / "references" / "tokenizer"
 
@@ -58,6 +61,9 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
 
     config_class = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))
     ids = {"vocab_size": VOCAB, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": None}
+    if family in _SEEING:
+        ids = {"text_config": ids | settings["text_config"]}
+        settings = {name: value for name, value in settings.items() if name != "text_config"}
     torch.manual_seed(0)
     head = getattr(transformers, head_name(family))
     # Some versions choose SDPA for Gemma 2, which ignores its soft cap.

@@ -12,6 +12,7 @@ import torch
 from tests import gguf_writer
 from tests.gguf_writer import Stored, plain, write
 from toolkit.errors import CheckpointError
+from toolkit.gguf.config import read_config
 from toolkit.gguf.file import read_gguf
 
 METADATA = {
@@ -144,3 +145,10 @@ def test_lying_header_is_refused(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_gguf(path)
+
+
+def test_the_file_of_a_tower_is_named(tmp_path):
+    metadata = METADATA | {"general.architecture": "clip"}
+    path = write(tmp_path / "mmproj-m.gguf", metadata, tensors())
+    with pytest.raises(CheckpointError, match=r"mmproj-m.gguf is the part .* that sees pictures"):
+        read_config(read_gguf(path))

@@ -60,6 +60,11 @@ def architecture(model: GGUF) -> Architecture:
         kind = ARCHITECTURES[name]
         has_experts = model.get(f"{name}.expert_count", object)
         return kind.with_experts if kind.with_experts and has_experts else kind
+    if name == "clip":
+        raise CheckpointError(
+            f"{model.files[0]} is the part of a model that sees pictures (mmproj), which tk does "
+            "not run. Serve the model's other file, for text."
+        )
     raise CheckpointError(
         f"{model.files[0]}: unsupported architecture {name!r}. Supported in GGUF files: "
         f"{', '.join(ARCHITECTURES)}. Use the original model in safetensors: tk show NAME says "

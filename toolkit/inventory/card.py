@@ -14,6 +14,7 @@ from toolkit.inventory.console import print_facts, print_json, print_lines
 from toolkit.inventory.estimate import Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
 from toolkit.inventory.layers import lines_of
+from toolkit.models.config.wrapped import decoder_of, text_config
 from toolkit.models.memory import TokenMemory
 from toolkit.units import count, size
 from toolkit.weights.layout import on_device
@@ -51,7 +52,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "bits_per_weight": checkpoint.bits_per_weight,
         "weight_bytes": checkpoint.type_bytes or None,
         "context": checkpoint.context,
-        "vocab_size": checkpoint.raw.get("vocab_size"),
+        "vocab_size": text_config(checkpoint.raw).get("vocab_size"),
+        "text_only": decoder_of(checkpoint.raw) is not None,
         "tokenizer": tokenizer(checkpoint),
         "chat_template": None
         if template is None
@@ -117,6 +119,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         *_weights(checkpoint),
         ("context", f"{context:,} tokens" if context else "unknown (not in config.json)"),
         *([] if problem else _shape(checkpoint)),
+        *([("pictures", "no: tk leaves the tower out")] if decoder_of(checkpoint.raw) else []),
         ("tokenizer", tokenizer(checkpoint) or "none"),
         (
             "chat template",

@@ -16,11 +16,13 @@ from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.folder import MADE_FILES, is_gguf, made_file
 from toolkit.models.config.overrides import override, read_config
 from toolkit.models.config.registry import describe, find_problem, parse_config
+from toolkit.models.config.wrapped import text_config
 from toolkit.models.describe import Decoder, Encoder, External, Parameter
 from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
 from toolkit.pooling.settings import has_pooling, read_pooling
 from toolkit.weights.formats import Packings, read_packings
 from toolkit.weights.gguf import packing as gguf
+from toolkit.weights.names import text_name
 
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 TYPES = {
@@ -105,8 +107,8 @@ class Checkpoint:
     @cached_property
     def packings(self) -> Packings | None:
         """Packings of quantized weights, None without. Raises ValueError for an unknown format."""
-        header = {tensor.name: tensor for tensor in self.tensors}
-        return read_packings(self.raw, header) or gguf.packings(header)
+        header = {text_name(tensor.name): tensor for tensor in self.tensors}
+        return read_packings(text_config(self.raw), header) or gguf.packings(header)
 
     @cached_property
     def config(self) -> Any:

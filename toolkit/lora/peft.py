@@ -17,6 +17,7 @@ from toolkit.config.engine import LoRAConfig
 from toolkit.errors import CheckpointError
 from toolkit.lora.files import CONFIG, LEAST_MAX_RANK, TENSORS, read_file
 from toolkit.weights.loading.safetensors import parse_header, read_header
+from toolkit.weights.names import is_of_tower, text_name
 
 if TYPE_CHECKING:
     from pydantic_core import SchemaValidator
@@ -197,7 +198,7 @@ def read_adapter(
         if not (_is_finite(low, 1.0, dtype) and _is_finite(up, scale, dtype)):
             kind = str(dtype).removeprefix("torch.")
             raise fail(f"{module} has numbers that are not finite, or too large for {kind}")
-        pairs[module] = Pair(low, up, scale)
+        pairs[text_name(module)] = Pair(low, up, scale)
     if not pairs:
         raise fail(f"{TENSORS} is empty")
     return pairs
@@ -269,4 +270,7 @@ def _module(tensor: str, fail: Fail) -> str:
             f"tk does not know the tensor {tensor}: adapters of linear layers and embeddings are "
             f"supported"
         )
-    return tensor.removeprefix(PREFIX).removesuffix(end)
+    module = tensor.removeprefix(PREFIX).removesuffix(end)
+    if is_of_tower(module):
+        raise fail(f"it changes the model's tower for pictures ({module}), which tk does not run")
+    return module

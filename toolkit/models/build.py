@@ -14,6 +14,7 @@ from toolkit.models import describe as describe_
 from toolkit.models.config.model_config import ArchitectureConfig, resolve_dtype
 from toolkit.models.config.overrides import read_config
 from toolkit.models.config.registry import describe, find_problem, parse_config, supported
+from toolkit.models.config.wrapped import text_config
 from toolkit.models.decoder import Decoder
 from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
 from toolkit.models.model import Model, default_dtype
@@ -63,7 +64,7 @@ def _read_packings(
     reads = settings.load_format != "dummy" or is_gguf(folder)
     quantized = is_gguf(folder) or any(raw.get(name) for name in QUANTIZATION_FIELDS)
     header = {one.name: one for one in stored_tensors(folder)} if reads and quantized else {}
-    packings = gguf.packings(header) if is_gguf(folder) else read_packings(raw, header)
+    packings = gguf.packings(header) if is_gguf(folder) else read_packings(text_config(raw), header)
     if packings is None:
         return None
     if isinstance(config, FallbackConfig):

@@ -383,7 +383,8 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
 def _eos_in(folder: Path, name: str) -> int | list[int] | None:
     """Return a file's `eos_token_id`. Raises CheckpointError if it is anything else."""
     try:
-        given = parse_json(read_file(folder, name) or "{}").get("eos_token_id")
+        raw = parse_json(read_file(folder, name) or "{}")
+        given = raw.get("eos_token_id", (raw.get("text_config") or {}).get("eos_token_id"))
         return msgspec.convert(given, int | list[int] | None)
     except (OSError, ValueError, AttributeError) as error:
         problem = f"eos_token_id: {error}" if isinstance(error, msgspec.DecodeError) else error

@@ -15,11 +15,13 @@ from toolkit.models.build import load_config
 from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.overrides import read_config
 from toolkit.models.config.registry import describe
+from toolkit.models.config.wrapped import text_config
 from toolkit.models.describe import Decoder
 from toolkit.models.fallback.config import FallbackConfig
 from toolkit.verify.compare import Scored
-from toolkit.weights.formats import QUANTIZATION_FIELDS
+from toolkit.weights.formats import QUANTIZATION_FIELDS, Packings
 from toolkit.weights.loading.dense import read_dense
+from toolkit.weights.names import is_of_tower
 
 SPARE = 1.3
 """Memory over that of the weights, for their conversion and for activations."""
@@ -77,14 +79,14 @@ def _load(folder: Path, given: ModelConfig) -> Any:
     }
     try:
         config = _config(folder, given, own)
-        if own.packings is None:
+        if own.packings is None and not own.is_wrapped:
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, config=config, **options
             )
         else:
             with torch.device("meta"):
                 kind = type(transformers.AutoModelForCausalLM.from_config(config))
-            weights = _dequantized(folder, own)
+            weights = _as_read(folder, own)
             model, report = kind.from_pretrained(None, config=config, state_dict=weights, **options)
     except Exception as error:  # Transformers raises many types for what it does not support
         text = " ".join(str(error).split())[:200] or type(error).__name__
@@ -97,20 +99,22 @@ def _load(folder: Path, given: ModelConfig) -> Any:
 def _config(folder: Path, given: ModelConfig, own: ArchitectureConfig) -> Any:
     from transformers import AutoConfig
 
-    if own.packings is None and not given.overrides:
+    if own.packings is None and not own.is_wrapped and not given.overrides:
         return AutoConfig.from_pretrained(folder)
-    raw = read_config(folder, given.overrides)
+    raw = text_config(read_config(folder, given.overrides))
     fields = {name: value for name, value in raw.items() if name not in QUANTIZATION_FIELDS}
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def _dequantized(folder: Path, own: ArchitectureConfig) -> dict[str, torch.Tensor]:
-    """Return the weights of a quantized checkpoint as tk reads them, in fp32.
+def _as_read(folder: Path, own: ArchitectureConfig) -> dict[str, torch.Tensor]:
+    """Return the weights as tk reads them, in fp32: of a quantized checkpoint, or next to a tower.
 
     The comparison is of what the model computes with them."""
     description = describe(own)
-    assert own.packings is not None
-    assert isinstance(description, Decoder), "others are not read from quantized checkpoints"
+    assert isinstance(description, Decoder), "others are not quantized, and have no tower"
+    if own.packings is None:
+        stored = read_dense(folder, Packings("none", lambda _: None, {}), {})
+        return {name: tensor for name, tensor in stored.items() if not is_of_tower(name)}
     shapes = {one.name: one.shape for one in description.parameters() if len(one.shape) > 1}
     return read_dense(folder, own.packings, shapes)
 

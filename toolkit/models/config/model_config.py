@@ -30,6 +30,7 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
     torch_dtype: str | None = None  # old spelling of `dtype`; read that
     vocab_size: Size
     tie_word_embeddings: bool = False
+    is_wrapped: bool = False  # the checkpoint also has a tower, which is not read. Not in the file
     packings: Any = None
     """`weights.formats.Packings` of a quantized checkpoint. Not in the file."""
 

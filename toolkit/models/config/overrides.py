@@ -7,6 +7,7 @@ from typing import Any
 from toolkit.errors import CheckpointError
 from toolkit.files import parse_json
 from toolkit.gguf.folder import is_gguf, read_file
+from toolkit.models.config.wrapped import WHOLE, decoder_of
 from toolkit.weights.formats import QUANTIZATION_FIELDS
 
 QUANTIZATION_FILES = {
@@ -17,6 +18,7 @@ QUANTIZATION_FILES = {
 """Files that have the quantization, in checkpoints whose config.json does not, and the method."""
 NO_OVERRIDES: Mapping[str, Any] = {}
 _ROPE = ("rope_scaling", "rope_parameters")  # old and new name
+_OF_WHOLE = ("architectures", "model_type", "text_config", "vision_config", *WHOLE)
 _OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
 
 
@@ -57,7 +59,16 @@ def override(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
 
     Parameters of the rotation are merged: those for the same type of scaling are kept, and the base
     and the rotated part for another. If layer types have their own, those of full attention are
-    changed."""
+    changed. Fields of a decoder next to a tower are found in `text_config`."""
+    if decoder_of(raw) is not None and isinstance(raw.get("text_config"), dict):
+        of_text = {name: value for name, value in overrides.items() if name not in _OF_WHOLE}
+        whole = {name: value for name, value in overrides.items() if name in _OF_WHOLE}
+        raw = {**raw, "text_config": _override(raw["text_config"], of_text)}
+        return _override(raw, whole)
+    return _override(raw, overrides)
+
+
+def _override(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     removed = {name for name, value in overrides.items() if value is None}
     merged = {name: value for name, value in {**raw, **overrides}.items() if name not in removed}
     for name in _ROPE:

@@ -19,6 +19,7 @@ from toolkit.errors import CheckpointError, PluginError
 from toolkit.models import architectures
 from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.unread import find_unknown
+from toolkit.models.config.wrapped import decoder_of, text_config
 from toolkit.models.describe import Decoder, Encoder, External, Head
 from toolkit.models.fallback.config import (
     FallbackConfig,
@@ -27,6 +28,7 @@ from toolkit.models.fallback.config import (
     may_fall_back,
 )
 from toolkit.plugins import Group, Plugin
+from toolkit.weights.names import TOWERS
 
 MAX_LAYER_EXPERTS = 2**18
 """Most experts in all layers; the largest models have 30,000."""
@@ -83,11 +85,15 @@ def find_problem(raw: dict[str, Any], model_impl: str = "auto") -> str | None:
     falls_back = problem is not None if model_impl == "auto" else model_impl == "transformers"
     if not falls_back:
         return problem
+    if decoder_of(raw) is not None:
+        return "tk computes its text decoder alone, and not through Transformers"
     return None if may_fall_back(raw) else problem or "only decoders run through Transformers"
 
 
 def _find_problem(raw: dict[str, Any]) -> str | None:
     """Return why there is no description for a config.json, or None."""
+    if (decoder := decoder_of(raw)) is not None and decoder in model_types():
+        return None
     names = raw.get("architectures") or []
     if not isinstance(names, list):
         return f"its architectures are {names!r}, not a list"
@@ -121,6 +127,10 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
 
     Raises ValueError for a value of the wrong type, a contradiction, an unsupported feature, or an
     unknown field that may change what the model computes."""
+    is_wrapped = decoder_of(raw) is not None
+    if is_wrapped:
+        raw = text_config(raw)
+        raw["architectures"] = [_module(_kind(raw)).ARCHITECTURES[0]]
     problem = find_problem(raw, model_impl) or _find_excess(raw)
     if problem is not None:
         raise ValueError(problem)
@@ -141,6 +151,7 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
         raise ValueError(str(error).replace("`$.", "`")) from None
     except _OF_WRONG_VALUES as error:
         raise ValueError(_of_a_field(error)) from error
+    config.is_wrapped = is_wrapped
     config.model_type = _kind(raw)
     known = _module(config.model_type).ARCHITECTURES
     config.architectures = [name for name in config.architectures if name in known]
@@ -164,6 +175,8 @@ def describe(config: ArchitectureConfig) -> Decoder | Encoder | External:
             problem = _of_a_field(error)
             raise CheckpointError(f"config.json cannot be used: {problem}.") from error
         raise
+    if isinstance(description, Decoder) and config.is_wrapped:
+        description = replace(description, unused=(*description.unused, *TOWERS))
     if isinstance(description, Decoder) and not has_head(config):
         unused = (*description.unused, "lm_head.", "embed_out.")
         return replace(description, head=Head(), unused=unused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -17,6 +18,7 @@ from toolkit.gguf.folder import is_gguf
 from toolkit.weights.gguf import reader as gguf
 from toolkit.weights.loading.collected import CollectedSlot
 from toolkit.weights.loading.safetensors import StoredTensor, read_header, read_into
+from toolkit.weights.names import text_name
 from toolkit.weights.slots import Slot, Slots
 from toolkit.weights.weight import DUMMY_STD, Stored
 
@@ -211,7 +213,8 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
     if is_gguf(folder):
         return gguf.read_header(folder)
     files = _weight_files(folder, "model", "safetensors")
-    return [tensor for file in files for tensor in read_header(file)]
+    found = [tensor for file in files for tensor in read_header(file)]
+    return [replace(one, name=text_name(one.name)) for one in found]
 
 
 def tensor_names(folder: Path, load_format: str) -> set[str]:

@@ -59,6 +59,8 @@ class ModelLoader:
             names = [slot.rpartition(".")[0] for slot in sketch.slots()]
             layouts = packings.layouts(dict.fromkeys(names))
             logger.info("weights quantized by %s: %s", packings.method, layouts)
+        if setup.model_config.is_wrapped:
+            logger.warning("the model's tower for pictures is left out: prompts are text")
         num_parameters = model_parameters = self._count_parameters(sketch, place.stage, place.group)
         if place.world.size > 1:
             unsharded = self._sketch(SINGLE_STAGE, SINGLE)

@@ -1,0 +1,30 @@
+"""Names in checkpoints of models that also see: tk reads their text decoders alone."""
+
+import re
+
+TOWERS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+"""Parts of names of a tower's tensors."""
+_TOWER = re.compile(rf"(?:model\.)?(?:{'|'.join(map(re.escape, TOWERS))})")
+_NESTED = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+_NESTED_EXPRESSION = re.compile(
+    r"(?:model(?:\\?\.|\.\*))?language_model\\?\.(?:model\\?\.)?"  # of a regular expression
+)
+
+
+def text_name(name: str) -> str:
+    """Return the name of a tensor or module in a checkpoint of the decoder alone."""
+    if (prefix := _NESTED.match(name)) is None:
+        return name
+    rest = name[prefix.end() :]
+    return rest if rest.startswith("lm_head") else f"model.{rest}"
+
+
+def text_pattern(pattern: str) -> str:
+    """Return a name, or a regular expression, so that it matches the decoder's names."""
+    is_name = re.fullmatch(r"[\w.]+", pattern) is not None
+    return text_name(pattern) if is_name else _NESTED_EXPRESSION.sub(r"model\\.", pattern)
+
+
+def is_of_tower(name: str) -> bool:
+    """Return True for a tensor or module of a tower for pictures."""
+    return _TOWER.match(name) is not None
