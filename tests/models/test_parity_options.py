@@ -26,6 +26,7 @@ OFF = {
     "has_separate_experts": "of a GGUF file",
     "has_separate_qkv": "of a GGUF file",
     "is_causal": "refused",
+    "is_wrapped": "not in the file",
     "layer_norm_elementwise_affine": "refused",
     "overflows_float16": "not in config.json",
     "_remove_final_layer_norm": "refused",

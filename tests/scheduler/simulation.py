@@ -101,9 +101,9 @@ class Device:
 
     def execute(self, step: SchedulerOutput, *, fails: bool = False) -> ModelOutput:
         self.is_broken |= fails
-        for slot, key in step.adapters:
-            assert 1 <= slot <= self.max_loras
-            self.adapters[slot] = key
+        for load in step.loads:
+            assert 1 <= load.slot <= self.max_loras
+            self.adapters[load.slot] = load.key
         for cache, host in zip(self.layers, self.host_layers, strict=True):
             for block, host_block in step.swap_out:
                 host[host_block] = cache[block]
@@ -441,7 +441,8 @@ def check_all_is_free(scheduler: Scheduler, plan: Plan) -> None:
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
     assert not scheduler.running
-    assert not any(scheduler.adapters.num_users(adapter_of(one)) for one in plan.requests)
+    with_adapter = [one.spec.adapter for one in plan.requests if one.spec.adapter]
+    assert not any(map(scheduler.needs.num_running, with_adapter))
     assert scheduler.num_waiting == scheduler.num_steps_in_flight == 0
     assert scheduler.schedule() is None
     if scheduler.states is not None:

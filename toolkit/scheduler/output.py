@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +17,13 @@ def record_length(k: int) -> int:
 
     `kernels.logprobs` describes records."""
     return 3 + 2 * k
+
+
+class PlaceAdapter(msgspec.Struct, tag="adapter", frozen=True):
+    """Put an adapter into a slot of the devices."""
+
+    slot: int
+    key: str
 
 
 @dataclass(slots=True)
@@ -68,8 +76,8 @@ class SchedulerOutput:
     """State slot that each request writes, mostly the same."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    adapters: list[tuple[int, str]] = field(default_factory=list)
-    """Adapters to place before the step: (slot, key)."""
+    loads: list[PlaceAdapter] = field(default_factory=list)
+    """What the devices load before the step."""
     prompt_logprobs: list[int] = field(default_factory=list)
     """Indices into `rows` of requests that report their prompt positions in this step."""
     constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))

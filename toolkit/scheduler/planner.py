@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.scheduler.blocks.block_tables import BlockTables
+from toolkit.scheduler.needs import Needs
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
-from toolkit.scheduler.places import Places
 from toolkit.scheduler.queue import RequestQueue, Suspects
 from toolkit.scheduler.request import NO_SLOT, Request, RequestStatus
 from toolkit.scheduler.rows import Rows
@@ -43,7 +43,7 @@ class Planner:
         suspects: Suspects,
         rows: Rows,
         blocks: BlockTables,
-        adapters: Places[Request],
+        needs: Needs,
         states: StateSlots | None,
         stats: StatsRecorder,
     ) -> None:
@@ -56,14 +56,15 @@ class Planner:
         self._suspects = suspects
         self._rows = rows
         self._blocks = blocks
-        self._adapters = adapters
+        self._needs = needs
         self._states = states
         self._stats = stats
         self._num_steps = 0
 
     def plan(self) -> SchedulerOutput | None:
         """Return the next step, or None if all wait for the tokens of steps in flight."""
-        self._requeue_waiting()
+        for request in self._needs.take_waiting():
+            self._queue.push(request)
         if self._states is not None:
             self._states.begin_step(self._num_steps)
         limits = self._limits
@@ -278,23 +279,11 @@ class Planner:
         ):
             if not self._is_ready(request):
                 set_aside.append(request)
-            elif (adapter := request.spec.adapter) and not self._adapters.has_room(adapter.key):
-                self._adapters.wait(adapter.key, request)
-            elif not self._admit(request, step):
+            elif self._needs.can_begin(request) and not self._admit(request, step):
                 break
             self._queue.pop()
         for request in set_aside:
             self._queue.push(request)
-
-    def _requeue_waiting(self) -> None:
-        """Put requests back into the queue whose adapter can have a slot now.
-
-        They are those of one adapter, the first with a request that has not ended meanwhile."""
-        while taken := self._adapters.take_waiting():
-            for request in taken:
-                self._queue.push(request)
-            if not all(request.is_finished for request in taken):
-                return
 
     def _is_ready(self, request: Request) -> bool:
         if request.num_in_flight:
@@ -375,12 +364,7 @@ class Planner:
 
     def _new_row(self, request: Request, step: StepBuilder) -> NewRow:
         """Make a request run, and return its initial state."""
-        slot = 0
-        if (adapter := request.spec.adapter) is not None:
-            entry = self._adapters.enter(adapter.key)
-            slot = 1 + entry.number
-            if entry.is_new:
-                step.adapters.append((slot, adapter.key))
+        slot = self._needs.begin(request, step.loads)
         self._running.admit(request, self._num_steps)
         return NewRow(
             row=request.row,
@@ -416,7 +400,7 @@ class Planner:
             new_blocks=np.array(step.new_blocks, np.int32).reshape(-1, 3),
             swap_out=step.swap_out,
             swap_in=step.swap_in,
-            adapters=step.adapters,
+            loads=step.loads,
             prompt_logprobs=step.prompt_logprobs,
         )
         if self._states is not None:

@@ -1,4 +1,4 @@
-"""Requests that run, and what they hold meanwhile: a row, blocks, and their adapter's slot."""
+"""Requests that run, and what they hold meanwhile: a row, blocks, and what they need besides."""
 
 import bisect
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.scheduler.blocks.block_tables import BlockTables
-from toolkit.scheduler.places import Places
+from toolkit.scheduler.needs import Needs
 from toolkit.scheduler.queue import RequestQueue
 from toolkit.scheduler.request import Request, RequestStatus
 from toolkit.scheduler.rows import Rows
@@ -23,7 +23,7 @@ class RunningRequests:
         queue: RequestQueue,
         rows: Rows,
         blocks: BlockTables,
-        adapters: Places[Request],
+        needs: Needs,
         states: StateSlots | None,
         stats: StatsRecorder,
     ) -> None:
@@ -33,7 +33,7 @@ class RunningRequests:
         self._queue = queue
         self._rows = rows
         self._blocks = blocks
-        self._adapters = adapters
+        self._needs = needs
         self._states = states
         self._stats = stats
         self._batch: RunningBatch | None = None  # None if `requests` changed since it was made
@@ -89,8 +89,7 @@ class RunningRequests:
         del self.requests[index]
         self._blocks.register(request)
         self._blocks.release(request)
-        if request.spec.adapter is not None:
-            self._adapters.leave(request.spec.adapter.key)
+        self._needs.leave(request)
         if self._states is not None:
             self._states.leave(request)
         self._rows.leave(request)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from toolkit.scheduler.blocks.block_tables import BlockTables
+from toolkit.scheduler.needs import Needs
 from toolkit.scheduler.output import ModelOutput, SchedulerOutput
-from toolkit.scheduler.places import Places
 from toolkit.scheduler.planner import Planner
 from toolkit.scheduler.queue import RequestQueue, Suspects
 from toolkit.scheduler.request import FinishReason, Request, RequestStatus
@@ -81,14 +81,13 @@ class Scheduler:
         self.rows = Rows(
             max_num_seqs, block_size, max_model_len, most_drafts, step_times.idle_fading
         )
-        self.adapters = Places[Request](max_loras)
-        """The devices' places for adapters, by the adapters' keys."""
+        self.needs = Needs(max_loras)
         self.states: StateSlots | None = None
         """Slots of the devices for requests' states. None: the model has none."""
         if has_row_states:
             self.states = StateSlots(max_num_seqs, block_size, self.pool)
         self.running = RunningRequests(
-            self._queue, self.rows, self._blocks, self.adapters, self.states, self._stats
+            self._queue, self.rows, self._blocks, self.needs, self.states, self._stats
         )
         self.planner = Planner(
             self._limits,
@@ -98,7 +97,7 @@ class Scheduler:
             suspects=self._suspects,
             rows=self.rows,
             blocks=self._blocks,
-            adapters=self.adapters,
+            needs=self.needs,
             states=self.states,
             stats=self._stats,
         )
@@ -269,7 +268,7 @@ class Scheduler:
                 request.num_computed_tokens = 0
                 request.status = RequestStatus.PREEMPTED
         self.pool.evict_all()
-        self.adapters.clear()
+        self.needs.clear()
         if self.states is not None:
             self.states.clear()
 
@@ -309,7 +308,7 @@ class Scheduler:
         counts = dict.fromkeys(names, (0, 0))
         for adapter, count in self._num_by_adapter.items():  # maybe two revisions of one name
             running, waiting = counts.get(adapter.name, (0, 0))
-            now = self.adapters.num_users(adapter.key)
+            now = self.needs.num_running(adapter)
             counts[adapter.name] = running + now, waiting + count - now
         return counts
 

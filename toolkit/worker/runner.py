@@ -148,8 +148,8 @@ class Runner:
         for cache in self.caches:
             cache.copy_in(step.swap_in)
         if self.adapters is not None:
-            for slot, key in step.adapters:
-                self.adapters.place(slot, key)
+            for load in step.loads:
+                self.adapters.place(load.slot, load.key)
         self.state.apply(step)
         if self.pooling is not None:
             self.pooling.apply(step)
