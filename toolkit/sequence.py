@@ -31,9 +31,21 @@ class Adapter(msgspec.Struct, frozen=True):
 class Feature(msgspec.Struct, frozen=True):
     """A part of a prompt that is not text: a picture or a clip. Its bytes follow when a core asks.
 
-    Equal digests mean equal bytes."""
+    Equal digests mean equal bytes. The model's placeholder tokens stand for its rows of embeddings,
+    in runs; between these may be other tokens."""
 
     digest: bytes
+    runs: tuple[tuple[int, int], ...] = ()  # (position of the first token, number of tokens)
+    both_ways: bool = False  # its tokens see each other, so that a step has all of a run
+
+    @property
+    def num_rows(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return max((first + count for first, count in self.runs), default=0)
 
 
 class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):

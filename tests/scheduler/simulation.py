@@ -5,7 +5,8 @@ equal exactly if all tokens up to them are. Each step's tokens are checked again
 positions of their row. A block that is shared wrongly, stale, or swapped to the wrong place is
 detected at the first token that would read it. Two layers have slots of different shapes. A row
 may also have a state, the id of all tokens that it has read: steps read it in one slot and write
-it in one.
+it in one. Features are ids, too: a prompt's token of one reads it in the pages that an earlier step
+has loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from toolkit.scheduler import (
     StepResults,
     rows,
 )
-from toolkit.sequence import Adapter, SequenceSpec
+from toolkit.scheduler.output import PlaceAdapter
+from toolkit.sequence import Adapter, Feature, SequenceSpec
 
 VOCAB = 11
 EOS, STOP_TOKEN = 0, 1
@@ -74,6 +76,7 @@ class Row:
     blocks: list[int]
     seed: int
     adapter: int  # slot
+    features: tuple[Feature, ...] = ()
     drafts: list[int] = field(default_factory=list)
 
 
@@ -95,22 +98,35 @@ class Device:
         self.states: dict[int, int] | None = {} if plan.has_row_states else None
         self.rows: dict[int, Row] = {}
         self.adapters = {0: ""}  # keys by slot
-        self.prefix_ids: dict[tuple[int | str, int], int] = {}
+        self.pages: dict[int, tuple[bytes, int]] = {}  # digest, and the number among its pages
+        self.places: dict[bytes, list[int]] = {}  # pages by digest
+        self.num_feature_pages, self.rows_per_page = plan.num_feature_pages, plan.rows_per_page
+        self.prefix_ids: dict[tuple[int | str, tuple[int, bytes | None]], int] = {}
         self.is_broken = False
         """A step failed, unknown to the loop yet. Later steps compute garbage, which is dropped."""
 
     def execute(self, step: SchedulerOutput, *, fails: bool = False) -> ModelOutput:
         self.is_broken |= fails
+        encoded = set[bytes]()
         for load in step.loads:
-            assert 1 <= load.slot <= self.max_loras
-            self.adapters[load.slot] = load.key
+            if isinstance(load, PlaceAdapter):
+                assert 1 <= load.slot <= self.max_loras
+                self.adapters[load.slot] = load.key
+                continue
+            encoded.add(load.digest)
+            self.places[load.digest] = load.pages
+            for number, page in enumerate(load.pages):
+                assert 0 <= page < self.num_feature_pages
+                self.pages[page] = (b"", -1) if self.is_broken else (load.digest, number)
         for cache, host in zip(self.layers, self.host_layers, strict=True):
             for block, host_block in step.swap_out:
                 host[host_block] = cache[block]
             for host_block, block in step.swap_in:
                 cache[block] = host[host_block]
         for new in step.new_rows:
-            self.rows[new.row] = Row(list(new.token_ids), list(new.blocks), new.seed, new.adapter)
+            self.rows[new.row] = Row(
+                list(new.token_ids), list(new.blocks), new.seed, new.adapter, new.spec.features
+            )
         for number, index, block in step.new_blocks.tolist():
             assert index == len(self.rows[number].blocks), "new blocks follow the row's others"
             self.rows[number].blocks.append(block)
@@ -143,6 +159,8 @@ class Device:
             assert start + count <= len(tokens), "only known tokens and drafts can be computed"
             prefixes = self._prefixes(row, tokens)
             work.append((row, start, start + count, samples, drafts, prefixes))
+            if not self.is_broken:
+                self._read_features(row, start, start + count, encoded)
             if self.states is not None and not self.is_broken:
                 at, before = len(work) - 1, prefixes[start - 1] if start else None
                 read = int(step.state_reads[at])
@@ -191,6 +209,20 @@ class Device:
             else None,
         )
 
+    def _read_features(self, row: Row, start: int, end: int, encoded: set[bytes]) -> None:
+        for feature in row.features:
+            number = 0
+            for first, length in feature.runs:
+                if feature.both_ways:
+                    assert not start <= first < end < first + length, "a run is cut"
+                for position in range(first, first + length):
+                    if start <= position < end:
+                        assert feature.digest not in encoded, "its encoder runs in the same step"
+                        page = self.places[feature.digest][number // self.rows_per_page]
+                        right = feature.digest, number // self.rows_per_page
+                        assert self.pages[page] == right, "its pages have another feature"
+                    number += 1
+
     def _write(self, row: Row, position: int, prefix: int) -> None:
         for layer in self.layers:
             layer[row.blocks[position // self.block_size], position % self.block_size] = prefix
@@ -217,8 +249,15 @@ class Device:
     def _prefixes(self, row: Row, tokens: list[int]) -> list[int]:
         """Return the id of the token prefix at each position, which depends on the adapter."""
         names, name = [], self.adapters[row.adapter]
-        for token in tokens:
-            name = self.prefix_ids.setdefault((name, token), len(self.prefix_ids) + 1)
+        seen = {
+            position: feature.digest
+            for feature in row.features
+            for first, length in feature.runs
+            for position in range(first, first + length)
+        }
+        for position, token in enumerate(tokens):
+            key = (name, (token, seen.get(position)))
+            name = self.prefix_ids.setdefault(key, len(self.prefix_ids) + 1)
             names.append(name)
         return names
 
@@ -237,6 +276,9 @@ class Plan:
     depth: int = 1
     num_stages: int = 1
     max_loras: int = 1
+    num_feature_pages: int = 4
+    rows_per_page: int = 2
+    most_encoded: int = 4
     most_drafts: int = 0
     has_row_states: bool = False  # then blocks are not shared, and not swapped
     schedules_singly: bool = False
@@ -307,6 +349,9 @@ def make_scheduler(plan: Plan) -> Scheduler:
             has_row_states=plan.has_row_states,
             num_stages=plan.num_stages,
             max_loras=plan.max_loras,
+            num_feature_pages=plan.num_feature_pages,
+            rows_per_page=plan.rows_per_page,
+            most_encoded=plan.most_encoded,
             most_drafts=plan.most_drafts,
         )
     if plan.schedules_singly:
@@ -458,6 +503,7 @@ def make_request(
     priority: int = 0,
     salt: str = "",
     adapter: str = "",
+    features: Sequence[Feature] = (),
     cacheable: bool = True,
     leader: Request | None = None,
     is_final_only: bool = False,
@@ -473,6 +519,7 @@ def make_request(
         cache_salt=salt,
         is_final_only=is_final_only,
         adapter=Adapter(adapter, "", "1") if adapter else None,
+        features=tuple(features),
     )
     return Request(
         id=name,

@@ -28,6 +28,7 @@ from toolkit.scheduler import FinishReason, ModelOutput, Request, Scheduler
 from toolkit.scheduler.blocks.block_pool import BlockPool
 from toolkit.scheduler.blocks.block_tables import BlockTables
 from toolkit.scheduler.states import StateSlots
+from toolkit.sequence import Feature
 
 thorough = settings(
     max_examples=40,
@@ -38,8 +39,23 @@ thorough = settings(
 )
 
 
+SEEN = {b"a": [(0, 3)], b"b": [(0, 2), (3, 1)], b"c": [(0, 5)], b"d": [(0, 1)]}
+"""Runs of pictures, from the position of the first. The tokens of "c" see each other."""
+
+
+def pictures(names: Sequence[bytes], prompt: list[int]) -> list[Feature]:
+    """Return features one after the other, as far as they fit into a prompt."""
+    found, at = [], 1
+    for name in names:
+        runs = tuple((at + first, count) for first, count in SEEN[name])
+        if runs[-1][0] + runs[-1][1] <= len(prompt):
+            found.append(Feature(name, runs, both_ways=name == b"c"))
+            at = runs[-1][0] + runs[-1][1] + 1
+    return found
+
+
 @st.composite
-def groups(draw, index: int, caching: bool):
+def groups(draw, index: int, caching: bool, digests: Sequence[bytes]):
     """Draw a request, or siblings after their leader. Prompts often share a prefix."""
     trunk = [2 + i % (VOCAB - 2) for i in range(24)]
     shared = draw(st.integers(0, 24))
@@ -52,6 +68,9 @@ def groups(draw, index: int, caching: bool):
         "priority": draw(st.integers(0, 2)),
         "salt": draw(st.sampled_from(["", "", "other"])) if caching else f"only {index}",
         "adapter": draw(st.sampled_from(["", "", "a", "b", "c"])),
+        "features": pictures(
+            draw(st.lists(st.sampled_from(digests), max_size=3)) if digests else [], prompt
+        ),
         "cacheable": caching or n > 1,
         "ignore_eos": draw(st.booleans()),
         "stop_token_ids": draw(st.sampled_from([None, [STOP_TOKEN]])),
@@ -67,24 +86,32 @@ def groups(draw, index: int, caching: bool):
 
 
 @st.composite
-def plans(draw, *, failing: bool = False, aborting: bool = True):
+def plans(draw, *, failing: bool = False, aborting: bool = True, seeing: bool = True):
     block_size = draw(st.sampled_from([1, 2, 4, 5]))
     longest = -(-MAX_MODEL_LEN // block_size)
     caching = draw(st.booleans())
     count = draw(st.integers(1, 7))
-    arrivals = [(draw(st.integers(0, 12)), draw(groups(index, caching))) for index in range(count)]
+    budget = draw(st.sampled_from([1, 3, 8, 16, 100]))
+    has_row_states = draw(st.sampled_from([False, False, True]))
+    fits = budget >= 5 and not has_row_states and not failing  # failures lower the budget
+    digests = [b"a", b"b", b"d", *[b"c"] * fits] if seeing else []
+    arrivals = [
+        (draw(st.integers(0, 12)), draw(groups(index, caching, digests))) for index in range(count)
+    ]
     plan = Plan(
         block_size=block_size,
         num_blocks=longest + draw(st.integers(0, longest)),
         num_host_blocks=draw(st.sampled_from([0, 0, 3, longest, 3 * longest])),
         max_num_seqs=draw(st.integers(1, 6)),
-        budget=draw(st.sampled_from([1, 3, 8, 16, 100])),
+        budget=budget,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=caching,
         depth=draw(st.sampled_from([1, 2, 2, 3])),
         num_stages=draw(st.sampled_from([1, 1, 2, 3])),
         max_loras=draw(st.integers(1, 3)),
-        has_row_states=draw(st.sampled_from([False, False, True])),
+        num_feature_pages=draw(st.integers(3, 6)),
+        most_encoded=draw(st.sampled_from([1, 4, 20])),
+        has_row_states=has_row_states,
         arrivals=arrivals,
     )
     plan.most_drafts = 0 if plan.has_row_states else draw(st.sampled_from([0, 1, 3]))
@@ -325,15 +352,16 @@ def test_a_tiny_pool_preempts_and_keeps_answers_right(depth, num_host_blocks, mo
     assert (outcome.num_swaps > 0) == (num_host_blocks > 0)
 
 
-@given(plan=plans(aborting=False))
+@given(plan=plans(aborting=False, seeing=False))
 @thorough
 def test_first_tokens_come_in_order_of_rank(plan):
     """Rank is arrival with fcfs, and priority then arrival with priority.
 
     All arrive together with priority. Siblings wait for their leader; others may overtake them.
-    There is a slot for each adapter.
+    There is a slot for each adapter. Others overtake a request while its picture is encoded, and a
+    prompt in several chunks if a pipeline's steps share the requests.
     """
-    plan.max_loras = 3
+    plan.max_loras, plan.num_stages = 3, 1
     if plan.policy == "priority":
         plan.arrivals = [(0, group) for _, group in plan.arrivals]
     plan.arrivals = sorted(
@@ -512,3 +540,41 @@ def test_the_scheduler_imports_no_torch():
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "message"),
+    [
+        (b"a", 100, "needs 2 pages of the encoder cache, which has 1"),
+        (b"c", 4, "has 5 tokens that see each other, and a step has at most 4"),
+    ],
+)
+def test_pictures_that_never_fit_are_refused(name: bytes, budget: int, message: str) -> None:
+    prompt = [2] * 12
+    request = make_request("one", prompt, features=pictures([name], prompt))
+    pages = 1 if name == b"a" else 9
+    scheduler = make_scheduler(Plan(num_feature_pages=pages, budget=budget))
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(request)
+
+
+def test_an_encoder_runs_a_step_before_its_prompt_and_once_for_two() -> None:
+    """Others decode meanwhile. A step encodes no more than allowed, or one picture."""
+    prompt = [2 + i % 9 for i in range(20)]
+    both = [make_request(name, prompt, features=pictures([b"a", b"b"], prompt)) for name in "xy"]
+    plan = Plan(num_blocks=40, num_feature_pages=8, most_encoded=4, budget=100)
+    scheduler = make_scheduler(plan)
+    for request in both:
+        scheduler.add(request)
+    found = []
+    for _ in range(4):
+        step = scheduler.schedule()
+        found.append((step.num_tokens.tolist(), [load.digest for load in step.loads]))
+        tokens = np.full(int(step.samples.sum()), 3, np.int32)
+        scheduler.update(step, ModelOutput(step.step, tokens))
+    assert found == [
+        ([1, 1], [b"a"]),
+        ([4, 4], [b"b"]),
+        ([15, 15], []),
+        ([1, 1], []),
+    ]

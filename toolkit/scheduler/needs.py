@@ -1,23 +1,41 @@
-"""What requests need on the devices besides a row and blocks."""
+"""Places and features that requests need on the devices, besides a row and blocks."""
 
 from __future__ import annotations
 
-from toolkit.scheduler.output import PlaceAdapter
+from toolkit.scheduler.encoder_cache import EncoderCache
+from toolkit.scheduler.output import Load, PlaceAdapter
 from toolkit.scheduler.places import Places
-from toolkit.scheduler.request import Request
-from toolkit.sequence import Adapter
+from toolkit.scheduler.request import Request, RequestStatus
+from toolkit.sequence import Adapter, Feature
 
 
 class Needs:
     """Has the devices' places, and the requests that wait for one.
 
-    An adapter is held from the admission of its request to its end, or preemption."""
+    An adapter is held from the admission of its request to its end, or preemption. A feature is
+    held by a running request from the step that loads it for one of its chunks until its last
+    token is computed. One step loads it and a later one reads it, so that steps stay short."""
 
-    def __init__(self, max_loras: int) -> None:
+    def __init__(self, max_loras: int, cache: EncoderCache, most_encoded: int) -> None:
+        """`most_encoded`: rows of features that a step computes, or one feature."""
         self._adapters = Places[Request](max_loras)
+        self.cache = cache
+        self._most_encoded = most_encoded
+        self._held: dict[Request, list[Feature]] = {}
+        self._passed: list[tuple[Request, Feature]] = []  # in the latest step
+        self._step, self._num_encoded = -1, 0
+
+    def begin_step(self, step: int) -> None:
+        """Begin to plan a step. What the one before was the last to read is released."""
+        self._step, self._num_encoded = step, 0
+        for request, feature in self._passed:
+            self.cache.release(feature, request)
+        self._passed.clear()
+
+    # ---- adapters: for all of the request
 
     def can_begin(self, request: Request) -> bool:
-        """Return True if a request can be admitted; else it waits, and `take_waiting` returns it.
+        """Return True if a request's adapter has room; else it waits for `take_waiting`.
 
         It is in no queue meanwhile."""
         adapter = request.spec.adapter
@@ -27,7 +45,7 @@ class Needs:
         return False
 
     def take_waiting(self) -> list[Request]:
-        """Return requests that waited, and can begin now. Call again until there are none.
+        """Return requests that waited, and can begin now.
 
         They are those of one adapter, the first with a request that has not ended meanwhile."""
         found: list[Request] = []
@@ -37,8 +55,8 @@ class Needs:
                 break
         return found
 
-    def begin(self, request: Request, loads: list[PlaceAdapter]) -> int:
-        """Take the places of a request that is admitted. Return its adapter's slot; 0: none.
+    def begin(self, request: Request, loads: list[Load]) -> int:
+        """Take the place of a request that is admitted. Return its adapter's slot; 0: none.
 
         Adds to `loads` what the devices have to load first."""
         adapter = request.spec.adapter
@@ -54,11 +72,97 @@ class Needs:
         """Give back the places of a request that runs no longer."""
         if request.spec.adapter is not None:
             self._adapters.leave(request.spec.adapter.key)
+        for feature in self._held.pop(request, ()):
+            self.cache.release(feature, request)
 
     def num_running(self, adapter: Adapter) -> int:
         """Return how many requests with an adapter run."""
         return self._adapters.num_users(adapter.key)
 
+    # ---- features: for the chunks that have their tokens
+
+    def reach(self, request: Request, start: int, count: int, loads: list[Load]) -> int:
+        """Return how many of a request's `count` tokens from `start` on this step can compute.
+
+        It ends before the first feature that no earlier step has computed. As many of those in
+        the tokens as fit are loaded; a running request holds them."""
+        is_running = request.status is RequestStatus.RUNNING
+        wanted = _within(request, start, count)
+        for index, feature in enumerate(wanted):
+            if not self._is_there(feature, wanted[:index], loads):
+                return uncut(request, start, _before(feature, start, count))
+            if is_running:
+                self._hold(request, feature)
+            if not self.cache.is_ready(feature, self._step):
+                count = _before(feature, start, count)
+        return uncut(request, start, count)
+
+    def read(self, request: Request, start: int, count: int) -> None:
+        """Note that this step computes tokens of a request, and reads their features."""
+        for feature in _within(request, start, count):
+            self._hold(request, feature)
+        held = self._held.get(request, [])
+        for feature in [one for one in held if one.end <= start + count]:
+            held.remove(feature)
+            self._passed.append((request, feature))
+        if not held:
+            self._held.pop(request, None)
+
+    def _hold(self, request: Request, feature: Feature) -> None:
+        held = self._held.setdefault(request, [])
+        if feature not in held:
+            held.append(feature)
+            self.cache.hold(feature, request)
+
+    def _is_there(self, feature: Feature, sooner: list[Feature], loads: list[Load]) -> bool:
+        """Return True if a feature is in the cache, or enters it in this step.
+
+        `sooner`: features that are needed before it, and stay there."""
+        if feature in self.cache:
+            return True
+        rows = self._num_encoded + feature.num_rows
+        if self._num_encoded and rows > self._most_encoded:
+            return False
+        load = self.cache.load(feature, self._step, sooner)
+        if load is None:
+            return False
+        self._num_encoded = rows
+        loads.append(load)
+        return True
+
     def clear(self) -> None:
         """Empty all places: what the devices have is unknown. No request runs."""
         self._adapters.clear()
+        self._passed.clear()
+        self.cache.clear()
+
+
+def _within(request: Request, start: int, count: int) -> list[Feature]:
+    """Return the features with tokens among `count` from `start` on, in order."""
+    end = start + count
+    return [
+        feature
+        for feature in request.spec.features
+        if any(first < end and first + length > start for first, length in feature.runs)
+    ]
+
+
+def _before(feature: Feature, start: int, count: int) -> int:
+    """Return how many of `count` tokens from `start` on are before a feature's next token."""
+    first = min(max(begin, start) for begin, length in feature.runs if begin + length > start)
+    return min(count, first - start)
+
+
+def uncut(request: Request, start: int, count: int) -> int:
+    """Return `count`, or less, so that no run is cut whose tokens see each other."""
+    for feature in request.spec.features:
+        for first, length in feature.runs if feature.both_ways else ():
+            if start <= first < start + count < first + length:
+                count = first - start
+    return count
+
+
+def longest_run(request: Request) -> int:
+    """Return the most tokens that see each other, which one step computes; 0: none do."""
+    runs = (one.runs for one in request.spec.features if one.both_ways)
+    return max((length for own in runs for _, length in own), default=0)

@@ -26,6 +26,16 @@ class PlaceAdapter(msgspec.Struct, tag="adapter", frozen=True):
     key: str
 
 
+class Encode(msgspec.Struct, tag="feature", frozen=True):
+    """Compute the rows of a feature into pages of the encoder cache. Later steps read them."""
+
+    digest: bytes
+    pages: list[int]
+
+
+Load = PlaceAdapter | Encode
+
+
 @dataclass(slots=True)
 class NewRow:
     """A request that gets a row: at first admission, or after a preemption."""
@@ -76,8 +86,8 @@ class SchedulerOutput:
     """State slot that each request writes, mostly the same."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    loads: list[PlaceAdapter] = field(default_factory=list)
-    """What the devices load before the step."""
+    loads: list[Load] = field(default_factory=list)
+    """Loads of the devices before the step."""
     prompt_logprobs: list[int] = field(default_factory=list)
     """Indices into `rows` of requests that report their prompt positions in this step."""
     constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.scheduler.blocks.block_tables import BlockTables
-from toolkit.scheduler.needs import Needs
+from toolkit.scheduler.needs import Needs, uncut
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
 from toolkit.scheduler.queue import RequestQueue, Suspects
 from toolkit.scheduler.request import NO_SLOT, Request, RequestStatus
@@ -63,6 +63,7 @@ class Planner:
 
     def plan(self) -> SchedulerOutput | None:
         """Return the next step, or None if all wait for the tokens of steps in flight."""
+        self._needs.begin_step(self._num_steps)
         for request in self._needs.take_waiting():
             self._queue.push(request)
         if self._states is not None:
@@ -73,20 +74,21 @@ class Planner:
             coming = min(len(self._running) + len(self._queue), limits.max_num_seqs)
             step.most_requests = -(-coming // limits.num_stages)
         if self._running.requests:
-            allotted = self._allot(step.budget)
+            allotted = self._allot(step)
             if not self.schedule_batch(step, allotted):
                 self.schedule_one_by_one(step, allotted)
         if not step.preempted:
             self._schedule_waiting(step)
-        if not step.num_requests and not step.swap_out:
+        if not (step.num_requests or step.swap_out or step.loads):
             return None
         return self._close(step)
 
     # ---- running requests
 
-    def _allot(self, budget: int) -> Allotment:
+    def _allot(self, step: StepBuilder) -> Allotment:
         """Return what running requests compute: those that decode first, then prompts by rank."""
         batch, rows, limits = self._running.batch, self._rows, self._limits
+        budget = step.budget
         where = batch.rows
         computed, tokens = rows.computed.take(where), rows.tokens.take(where)
         wanted = tokens - computed
@@ -98,6 +100,15 @@ class Planner:
             decoding = np.flatnonzero(wanted == 1)
             wanted[decoding[self._stage_share(len(decoding)) :]] = 0
         decodes = wanted == 1
+        in_prompt: list[int] = []
+        if batch.has_features:
+            in_prompt = np.flatnonzero(
+                (wanted > 0) & (computed < rows.prompts.take(where))
+            ).tolist()
+            for index in in_prompt:
+                start, count = int(computed[index]), int(wanted[index])
+                wanted[index] = self._needs.reach(batch.requests[index], start, count, step.loads)
+            decodes &= wanted == 1
         all_decode = np.count_nonzero(decodes) == len(decodes)
         if self._states is not None:
             left = rows.boundary.take(where) - computed
@@ -112,6 +123,9 @@ class Planner:
             first = _first_of(num_tokens * decodes, budget)
             left = budget - int(np.add.reduce(first))
             num_tokens = first + _first_of(num_tokens * ~decodes, left)
+            for index in in_prompt:
+                start, count = int(computed[index]), int(num_tokens[index])
+                num_tokens[index] = uncut(batch.requests[index], start, count)
             if num_drafts is not None:
                 num_drafts = np.clip(num_tokens - wanted, 0, num_drafts).astype(np.int32)
         return Allotment(
@@ -171,7 +185,10 @@ class Planner:
         in_prompt = part.num_computed < rows.prompts.take(where)
         if np.count_nonzero(in_prompt):  # the last token of a prompt
             for index in np.flatnonzero(in_prompt).tolist():
-                self._blocks.register(part.requests[index])
+                request = part.requests[index]
+                self._blocks.register(request)
+                if request.spec.features:
+                    self._needs.read(request, int(part.num_computed[index]), 1)
 
     def _grow_batch(
         self, batch: RunningBatch, grows: BoolArray, end: IntArray, step: StepBuilder
@@ -279,8 +296,12 @@ class Planner:
         ):
             if not self._is_ready(request):
                 set_aside.append(request)
-            elif self._needs.can_begin(request) and not self._admit(request, step):
-                break
+            elif self._needs.can_begin(request):
+                admitted = self._admit(request, step)
+                if admitted is None:
+                    set_aside.append(request)
+                elif not admitted:
+                    break
             self._queue.pop()
         for request in set_aside:
             self._queue.push(request)
@@ -302,10 +323,11 @@ class Planner:
         shared = (leader.num_prompt_tokens - 1) // block_size * block_size
         return leader.num_computed_tokens >= shared
 
-    def _admit(self, request: Request, step: StepBuilder) -> bool:
+    def _admit(self, request: Request, step: StepBuilder) -> bool | None:
         """Give a waiting request a row and blocks for its first tokens.
 
-        Return False, with nothing changed, if there are too few blocks."""
+        Return False, with nothing changed, if there are too few blocks; None if it begins with a
+        feature that is not computed yet."""
         is_swapped = request.status is RequestStatus.SWAPPED
         if is_swapped:
             cached = []
@@ -324,6 +346,10 @@ class Planner:
                 num_tokens = step.budget
             elif step.num_requests:
                 return False
+        if request.spec.features:
+            num_tokens = self._needs.reach(request, num_computed, num_tokens, step.loads)
+            if not num_tokens:
+                return None
         read = self._begin(request, cached, num_computed + num_tokens)
         if read is None:
             return False
@@ -384,6 +410,8 @@ class Planner:
         behind = request.num_tokens_to_compute
         samples, num_drafts = behind <= num_tokens, max(0, num_tokens - behind)
         step.add(request, num_tokens, samples, num_drafts)
+        if request.spec.features:
+            self._needs.read(request, request.num_computed_tokens, num_tokens)
         request.schedule(num_tokens, samples + num_drafts)
         self._blocks.register(request)
 

@@ -50,7 +50,10 @@ class RunningRequests:
         if self._batch is None:
             rows = np.array([request.row for request in self.requests], np.intp)
             wants = any(request.params.prompt_logprobs is not None for request in self.requests)
-            self._batch = RunningBatch(list(self.requests), rows, rows.astype(np.int32), wants)
+            has_features = any(request.spec.features for request in self.requests)
+            self._batch = RunningBatch(
+                list(self.requests), rows, rows.astype(np.int32), wants, has_features
+            )
         return self._batch
 
     def admit(self, request: Request, step: int) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from toolkit.scheduler.blocks.block_tables import BlockTables
-from toolkit.scheduler.needs import Needs
+from toolkit.scheduler.encoder_cache import EncoderCache
+from toolkit.scheduler.needs import Needs, longest_run
 from toolkit.scheduler.output import ModelOutput, SchedulerOutput
 from toolkit.scheduler.planner import Planner
 from toolkit.scheduler.queue import RequestQueue, Suspects
@@ -46,6 +47,9 @@ class Scheduler:
         chunks_prompts: bool = True,
         num_stages: int = 1,
         max_loras: int = 0,
+        num_feature_pages: int = 0,
+        rows_per_page: int = 64,
+        most_encoded: int = 0,
         most_drafts: int = 0,
         most_step_drafts: int = 0,
         step_times: StepTimes = UNKNOWN_TIMES,
@@ -55,7 +59,8 @@ class Scheduler:
         `has_row_states`: requests have states next to their blocks. A request then begins with
         another's blocks only as a sibling (n > 1), and never with its own from before.
 
-        `max_loras`: adapters that running requests may have.
+        `max_loras`: adapters that running requests may have. `num_feature_pages`,
+        `rows_per_page`: of the encoder cache; `most_encoded`: see `Needs`.
         `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
         do."""
         self.enable_prefix_caching = enable_prefix_caching and not has_row_states
@@ -81,7 +86,7 @@ class Scheduler:
         self.rows = Rows(
             max_num_seqs, block_size, max_model_len, most_drafts, step_times.idle_fading
         )
-        self.needs = Needs(max_loras)
+        self.needs = Needs(max_loras, EncoderCache(num_feature_pages, rows_per_page), most_encoded)
         self.states: StateSlots | None = None
         """Slots of the devices for requests' states. None: the model has none."""
         if has_row_states:
@@ -114,6 +119,18 @@ class Scheduler:
             raise ValueError(
                 f"the request needs up to {longest} tokens of KV cache and all of it holds "
                 f"{self.pool.num_blocks * self._blocks.block_size}"
+            )
+        cache = self.needs.cache
+        pages = max(map(cache.num_for, request.spec.features), default=0)
+        if pages > cache.num_pages:
+            raise ValueError(
+                f"a picture or clip needs {pages} pages of the encoder cache, which has "
+                f"{cache.num_pages}"
+            )
+        if (length := longest_run(request)) > self._limits.max_num_batched_tokens:
+            raise ValueError(
+                f"a picture has {length} tokens that see each other, and a step has at most "
+                f"{self._limits.max_num_batched_tokens} (--max-num-batched-tokens)"
             )
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -248,6 +265,8 @@ class Scheduler:
         given_up: list[Request] = []
         if out_of_memory and (len(requests) > 1 or tokens > self._blocks.block_size):
             self._limits.halve(tokens, len(requests))
+            most = self._limits.max_num_batched_tokens
+            given_up = [one for one in self._requests.values() if longest_run(one) > most]
         elif len(requests) <= 1 or self._suspects.num_failures >= 3:
             given_up = requests
         elif not out_of_memory:
@@ -286,6 +305,7 @@ class Scheduler:
         problem = (
             self.pool.problem([*(request.blocks for request in requests), *anchored])
             or self.host_pool.problem(request.host_blocks for request in requests)
+            or self.needs.cache.problem()
             or (None if rows == list(range(len(rows))) else f"rows are free or held: {rows}")
             or (None if states is None else states.problem(self.running.requests))
         )

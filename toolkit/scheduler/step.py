@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.scheduler.output import IntArray, NewRow, PlaceAdapter, PromptLogprobs
+from toolkit.scheduler.output import IntArray, Load, NewRow, PromptLogprobs
 from toolkit.scheduler.request import Request
 
 RowArray = npt.NDArray[np.intp]
@@ -51,6 +51,7 @@ class RunningBatch:
     rows: RowArray
     rows_int32: IntArray
     wants_prompt_logprobs: bool
+    has_features: bool
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ class StepBuilder:
     """Three numbers per block: row, index, block."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    loads: list[PlaceAdapter] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
     state_reads: dict[int, int] = field(default_factory=dict)
     """State slots by row, of requests that read another one than they write."""

@@ -17,6 +17,7 @@ from toolkit.models.model import CausalLM
 from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput
+from toolkit.scheduler.output import PlaceAdapter
 from toolkit.worker.batch_state import BatchState, StepInputs
 from toolkit.worker.drafter import Drafter
 from toolkit.worker.graph_policy import GraphPolicy, StepShape
@@ -149,6 +150,7 @@ class Runner:
             cache.copy_in(step.swap_in)
         if self.adapters is not None:
             for load in step.loads:
+                assert isinstance(load, PlaceAdapter), "no runner has an encoder"
                 self.adapters.place(load.slot, load.key)
         self.state.apply(step)
         if self.pooling is not None:
