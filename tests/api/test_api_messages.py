@@ -376,6 +376,18 @@ def test_client_tool_runner_falls_back_to_complete_conversations(
     ("body", "param"),
     [
         ({"stop_sequences": [""]}, "stop_sequences"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "a"}] * 9000,
+                    }
+                ]
+                * 2
+            },
+            "messages",
+        ),
         ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
         ({"output_config": {"format": json_format({"type": "no"})}}, "output_config.format"),

@@ -193,6 +193,8 @@ def test_overrides_reach_the_decoder(folder: Callable[[str], Path]) -> None:
     config = parse_config(override(raw, {"sliding_window": 5, "tie_word_embeddings": False}))
     assert (config.sliding_window, config.tie_word_embeddings) == (5, False)
     assert load_config(folder("gemma3")).sliding_window == 8
+    flat = {"model_type": "qwen2_vl", "text_config": {}, "hidden_size": 32}
+    assert override(flat, {"rope_theta": 5.0}) == flat | {"rope_theta": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,9 @@ def test_overrides_reach_the_decoder(folder: Callable[[str], Path]) -> None:
         ("model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
         ("re:.*mlp.gate$", "re:.*mlp.gate$"),
         (r"re:model\.language_model\.layers\.0.*", r"re:model\.layers\.0.*"),
+        ("re:.*language_model.*q_proj$", "re:.*model.*q_proj$"),
+        ("re:model.language_model.*mlp.*", "re:model.*mlp.*"),
+        (r"re:.*language_model\.lm_head", "re:.*lm_head"),
     ],
 )
 def test_names_of_the_decoder(name: str, text: str) -> None:

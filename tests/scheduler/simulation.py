@@ -214,7 +214,7 @@ class Device:
             number = 0
             for first, length in feature.runs:
                 if feature.both_ways:
-                    assert not start <= first < end < first + length, "a run is cut"
+                    assert not first < end < first + length, "a run is cut"
                 for position in range(first, first + length):
                     if start <= position < end:
                         assert feature.digest not in encoded, "its encoder runs in the same step"

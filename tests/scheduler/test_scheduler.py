@@ -578,3 +578,26 @@ def test_an_encoder_runs_a_step_before_its_prompt_and_once_for_two() -> None:
         ([15, 15], []),
         ([1, 1], []),
     ]
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_an_encoder_that_fails_ends_the_request_of_its_picture(out_of_memory: bool) -> None:
+    """Another request of the step goes on. That of the picture has no row yet."""
+    prompt = [2] * 12
+    seeing = make_request("seeing", prompt, features=[Feature(b"a", ((0, 3),))])
+    scheduler = make_scheduler(Plan(num_blocks=40, budget=100))
+    scheduler.add(seeing)
+    scheduler.add(other := make_request("other", [2] * 3))
+    for _ in range(60):
+        step = scheduler.schedule()
+        if step.loads:
+            scheduler.recover(step, out_of_memory=out_of_memory)
+            continue
+        assert step.rows.tolist()
+        scheduler.update(
+            step, ModelOutput(step.step, np.full(int(step.samples.sum()), 3, np.int32))
+        )
+        if not scheduler.num_unfinished:
+            break
+    assert seeing.finish_reason is FinishReason.ERROR
+    assert other.finish_reason is FinishReason.LENGTH

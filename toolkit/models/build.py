@@ -62,9 +62,10 @@ def _read_packings(
 
     Raises ValueError for an unsupported format, ConfigError if it would be quantized again."""
     reads = settings.load_format != "dummy" or is_gguf(folder)
+    raw = text_config(raw)
     quantized = is_gguf(folder) or any(raw.get(name) for name in QUANTIZATION_FIELDS)
     header = {one.name: one for one in stored_tensors(folder)} if reads and quantized else {}
-    packings = gguf.packings(header) if is_gguf(folder) else read_packings(text_config(raw), header)
+    packings = gguf.packings(header) if is_gguf(folder) else read_packings(raw, header)
     if packings is None:
         return None
     if isinstance(config, FallbackConfig):

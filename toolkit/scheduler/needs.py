@@ -24,10 +24,12 @@ class Needs:
         self._held: dict[Request, list[Feature]] = {}
         self._passed: list[tuple[Request, Feature]] = []  # in the latest step
         self._step, self._num_encoded = -1, 0
+        self.loading: list[Request] = []
+        """Requests whose features this step computes."""
 
     def begin_step(self, step: int) -> None:
         """Begin to plan a step. What the one before was the last to read is released."""
-        self._step, self._num_encoded = step, 0
+        self._step, self._num_encoded, self.loading = step, 0, []
         for request, feature in self._passed:
             self.cache.release(feature, request)
         self._passed.clear()
@@ -89,7 +91,9 @@ class Needs:
         is_running = request.status is RequestStatus.RUNNING
         wanted = _within(request, start, count)
         for index, feature in enumerate(wanted):
-            if not self._is_there(feature, wanted[:index], loads):
+            if feature not in self.cache and self._load(feature, wanted[:index], loads):
+                self.loading.append(request)
+            if feature not in self.cache:
                 return uncut(request, start, _before(feature, start, count))
             if is_running:
                 self._hold(request, feature)
@@ -114,12 +118,10 @@ class Needs:
             held.append(feature)
             self.cache.hold(feature, request)
 
-    def _is_there(self, feature: Feature, sooner: list[Feature], loads: list[Load]) -> bool:
-        """Return True if a feature is in the cache, or enters it in this step.
+    def _load(self, feature: Feature, sooner: list[Feature], loads: list[Load]) -> bool:
+        """Have this step compute a feature. Return False if there is no room.
 
-        `sooner`: features that are needed before it, and stay there."""
-        if feature in self.cache:
-            return True
+        `sooner`: features that are needed before it, and stay in the cache."""
         rows = self._num_encoded + feature.num_rows
         if self._num_encoded and rows > self._most_encoded:
             return False
@@ -157,8 +159,8 @@ def uncut(request: Request, start: int, count: int) -> int:
     """Return `count`, or less, so that no run is cut whose tokens see each other."""
     for feature in request.spec.features:
         for first, length in feature.runs if feature.both_ways else ():
-            if start <= first < start + count < first + length:
-                count = first - start
+            if first < start + count < first + length:
+                count = max(0, first - start)
     return count
 
 

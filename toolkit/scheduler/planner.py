@@ -287,6 +287,7 @@ class Planner:
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
         set_aside, running = [], self._running.requests
+        is_encoding = False  # a request waits for its feature: others with features do, too
         while (
             self._queue
             and step.budget > 0
@@ -294,11 +295,12 @@ class Planner:
             and step.num_requests < step.most_requests
             and (request := self._queue.first()) is not None
         ):
-            if not self._is_ready(request):
+            if not self._is_ready(request) or (is_encoding and request.spec.features):
                 set_aside.append(request)
             elif self._needs.can_begin(request):
                 admitted = self._admit(request, step)
                 if admitted is None:
+                    is_encoding = True
                     set_aside.append(request)
                 elif not admitted:
                     break
@@ -347,6 +349,8 @@ class Planner:
             elif step.num_requests:
                 return False
         if request.spec.features:
+            if not uncut(request, num_computed, num_tokens):
+                return False
             num_tokens = self._needs.reach(request, num_computed, num_tokens, step.loads)
             if not num_tokens:
                 return None
@@ -446,7 +450,7 @@ class Planner:
         self._num_steps += 1
         admitted = part.requests[len(part.requests) - len(step.new_rows) :]
         self.in_flight[output.step] = StepInFlight(
-            part.requests, part.rows, admitted, rows.num_released
+            part.requests, part.rows, admitted, rows.num_released, self._needs.loading
         )
         return output
 

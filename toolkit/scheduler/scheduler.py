@@ -258,15 +258,18 @@ class Scheduler:
         the step's requests one at a time until the one that fails alone is found. Return the
         requests that end with an error."""
         step = self.planner.in_flight.get(output.step)
-        scheduled = [] if step is None else step.requests
+        scheduled = [] if step is None else list(dict.fromkeys([*step.requests, *step.loading]))
         requests = [request for request in scheduled if not request.is_finished]
         tokens = output.total_tokens
         self.drop_steps_in_flight()
         given_up: list[Request] = []
         if out_of_memory and (len(requests) > 1 or tokens > self._blocks.block_size):
+            before = self.max_num_seqs, self.max_num_batched_tokens
             self._limits.halve(tokens, len(requests))
-            most = self._limits.max_num_batched_tokens
+            most = self.max_num_batched_tokens
             given_up = [one for one in self._requests.values() if longest_run(one) > most]
+            if before == (self.max_num_seqs, most) and step is not None:  # it is no smaller now
+                given_up += [one for one in step.loading if one in requests and one not in given_up]
         elif len(requests) <= 1 or self._suspects.num_failures >= 3:
             given_up = requests
         elif not out_of_memory:

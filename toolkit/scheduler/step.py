@@ -198,3 +198,4 @@ class StepInFlight:
     rows: RowArray
     admitted: list[Request]
     num_rows_released: int  # rows released before it was scheduled
+    loading: list[Request]  # for which it computes features

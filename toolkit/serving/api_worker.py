@@ -147,7 +147,7 @@ class APIWorker:
             elif isinstance(message, CoreDead):
                 cores = self._engines[message.model].cores
                 cores.remove(message.core, EngineDeadError(message.message))
-                if all(engine.fatal_error is not None for engine in self._engines):
+                if any(engine.fatal_error is not None for engine in self._engines):
                     self._http.gate.access_control.is_draining = True
             elif isinstance(message, CoreLoads):
                 self._engines[message.model].observe_loads(message.num_sequences)

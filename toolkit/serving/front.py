@@ -126,9 +126,9 @@ class SingleProcess:
 
     @property
     def failure(self) -> ToolkitError | None:
-        """Cause of the death of the last core."""
-        errors = [engine.fatal_error for engine in self._engines]
-        return errors[-1] if all(errors) else None
+        """Cause of the death of a model's last core."""
+        errors = (engine.fatal_error for engine in self._engines)
+        return next(filter(None, errors), None)
 
     @property
     def num_active(self) -> int:
@@ -161,9 +161,13 @@ class SingleProcess:
         ]
 
     async def _wait_for_deaths(self) -> None:
-        """Set `failed` when no model can run any more."""
-        for engine in self._engines:
-            await engine.died.wait()
+        """Set `failed` when a model can run no more."""
+        deaths = [asyncio.create_task(engine.died.wait()) for engine in self._engines]
+        try:
+            await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for death in deaths:
+                death.cancel()
         self.failed.set()
 
     async def drain(self) -> None:

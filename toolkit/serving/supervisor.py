@@ -343,10 +343,10 @@ class Supervisor:
     # ---- cores and metrics
 
     def _on_cores_changed(self) -> None:
-        """Fail when no model can run any more; start workers that wait for a core."""
-        errors = [model.fatal_error for model in self._models]
-        if errors[-1] is not None and all(errors):
-            self._fail(errors[-1])
+        """Fail when a model can run no more; start workers that wait for a core."""
+        errors = (model.fatal_error for model in self._models)
+        if (error := next(filter(None, errors), None)) is not None:
+            self._fail(error)
         else:
             self._start_prepared()
 

@@ -6,8 +6,10 @@ TOWERS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 """Parts of names of a tower's tensors."""
 _TOWER = re.compile(rf"(?:model\.)?(?:{'|'.join(map(re.escape, TOWERS))})")
 _NESTED = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+_DOT = r"\\?\.(?![*+?{])"  # of a regular expression, that stands for one character
 _NESTED_EXPRESSION = re.compile(
-    r"(?:model(?:\\?\.|\.\*))?language_model\\?\.(?:model\\?\.)?"  # of a regular expression
+    rf"(?:model(?:{_DOT}|\.\*))?language_model"
+    rf"(?:(?P<dot>{_DOT})(?:model{_DOT})?)?(?P<head>lm_head)?"
 )
 
 
@@ -22,7 +24,11 @@ def text_name(name: str) -> str:
 def text_pattern(pattern: str) -> str:
     """Return a name, or a regular expression, so that it matches the decoder's names."""
     is_name = re.fullmatch(r"[\w.]+", pattern) is not None
-    return text_name(pattern) if is_name else _NESTED_EXPRESSION.sub(r"model\\.", pattern)
+    return text_name(pattern) if is_name else _NESTED_EXPRESSION.sub(_of_text, pattern)
+
+
+def _of_text(found: re.Match[str]) -> str:
+    return found["head"] or ("model\\." if found["dot"] else "model")
 
 
 def is_of_tower(name: str) -> bool:

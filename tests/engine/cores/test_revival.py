@@ -84,3 +84,19 @@ async def test_a_core_that_worked_for_long_is_always_restarted(monkeypatch):
         await count_restarts(CoreRestarter(LAUNCH, core(time.monotonic() + STABLE_AFTER + 1)), 10)
         == 10
     )
+
+
+async def test_a_core_that_is_being_replaced_is_not_suspected(monkeypatch):
+    """Pings get no answer while its replacement loads."""
+    first = core(time.monotonic())
+    restarter = CoreRestarter(LAUNCH, first)
+    assert first.on_suspicion is not None
+    suspected: list[object] = []
+
+    def start(launch: object, startup_timeout: float) -> SimpleNamespace:
+        suspected.append(first.on_suspicion)
+        return core(time.monotonic())
+
+    monkeypatch.setattr(revival, "CoreClient", start)
+    await restarter.restart(HUNG)
+    assert suspected == [None]

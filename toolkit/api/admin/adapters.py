@@ -65,6 +65,11 @@ async def load(body: LoadRequest, request: Request) -> Response:
         raise InvalidRequestError(
             f"The model itself is called {name!r}. Choose another name.", param="lora_name"
         )
+    others = [one for one in server_of(request).models if one is not model]
+    if any(one.engine.adapters.find(name) for one in others):
+        raise InvalidRequestError(
+            f"Another model has an adapter {name!r}. Choose another name.", param="lora_name"
+        )
     if before is not None and not body.load_inplace:
         raise InvalidRequestError(
             f"There is an adapter {name!r} ({before.folder}). Unload it, or leave out "

@@ -240,6 +240,12 @@ class CountRequest(RequestBody):
             )
         if not messages:
             raise InvalidRequestError("The conversation has no messages.", param="messages")
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"The conversation has {len(messages)} messages and results of calls, of at most "
+                f"{MAX_MESSAGES}.",
+                param="messages",
+            )
         is_thinking = self.thinking is None or self.thinking.type != "disabled"
         options = reasoning_options(None if config is None else config.effort)
         options |= {} if is_thinking else {"enable_thinking": False}

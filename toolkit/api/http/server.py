@@ -146,16 +146,23 @@ class Server:
         return await self._merged([model.engine.end_requests(id) for model in self.models])
 
     async def _merged(self, asked: Sequence[Awaitable[RequestList]]) -> RequestList:
-        """Name the model of each request, and put the oldest first."""
-        lists = await asyncio.gather(*asked)
-        for model, found in zip(self.models, lists, strict=True):
+        """Name the model of each request, and put the oldest first.
+
+        Models that do not answer are ignored if another has requests."""
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        lists, failures = [], []
+        for model, found in zip(self.models, results, strict=True):
+            if isinstance(found, BaseException):
+                failures.append(found)
+                continue
+            lists.append(found)
             for one in found.requests:
                 one.model = model.name
-        requests = sorted(
-            (one for found in lists for one in found.requests), key=lambda one: -one.age
-        )
+        requests = [one for found in lists for one in found.requests]
+        if failures and not requests:
+            raise failures[0]
         usage = sum(found.kv_cache_usage for found in lists) / len(lists)
-        return RequestList(0, requests, usage)
+        return RequestList(0, sorted(requests, key=lambda one: -one.age), usage)
 
 
 def server_of(request: Request) -> Server:

@@ -549,7 +549,7 @@ class ChatRequest(SamplingFields):
 
 _RESERVED = {
     "tokenize", "return_tensors", "return_dict", "chat_template", "conversation", "messages",
-    "allow_special_tokens", "self",
+    "allow_special_tokens", "self", "tools",
 }  # fmt: skip
 
 

@@ -155,7 +155,11 @@ class CoreClient(CoreLink):
     def __init__(self, launch: Launch, startup_timeout: float = math.inf) -> None:
         """Start the process. `ready` raises after `startup_timeout` seconds of silence."""
         self.sockets = tempfile.mkdtemp(prefix="tk-")
-        super().__init__(self.sockets, 0)
+        try:
+            super().__init__(self.sockets, 0)
+        except BaseException:  # too many open files
+            shutil.rmtree(self.sockets, ignore_errors=True)
+            raise
         self._timer: asyncio.TimerHandle | None = None
         self.last_message_at = time.monotonic()
         self._silent_for = 0.0
@@ -245,10 +249,10 @@ class CoreClient(CoreLink):
         if self._is_ready and not self._is_pinged and self._silent_for > PING_AFTER:
             self._silent_for, self._is_pinged = 0.0, True
             self.send(Ping())
-        if self._is_pinged and self._silent_for > self._timeout / 2:
-            self._suspect(True)
         self._wake_receiver()
         self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._check_process)
+        if self._is_pinged and self._silent_for > self._timeout / 2:
+            self._suspect(True)
 
     def _suspect(self, suspected: bool) -> None:
         if suspected != self._is_suspected:

@@ -13,6 +13,8 @@ import contextlib
 import logging
 import time
 
+import zmq
+
 from toolkit.engine.cores.core_client import CoreClient
 from toolkit.engine.cores.launch import Launch
 from toolkit.errors import EngineDeadError, ToolkitError
@@ -46,7 +48,8 @@ class CoreRestarter:
         """Start a spare process for a core that may hang; end it if the core does not."""
         self.close()
         if is_suspected:
-            with contextlib.suppress(OSError):  # the attempt to restart says what is wrong
+            # If it fails, the attempt to restart says why.
+            with contextlib.suppress(OSError, zmq.ZMQError):
                 self._spare = CoreClient(self._launch, self._startup_timeout)
 
     def close(self) -> None:
@@ -61,6 +64,7 @@ class CoreRestarter:
         `cause`: the error of the previous core. Its process is killed first, because two do not fit
         on a device. `num_open`: requests that wait for the core. Raises EngineDeadError with the
         cause after the last attempt."""
+        self._core.on_suspicion = None
         await self._core.kill_and_wait()
         # A hang is detected long after the core's last message.
         if self._core.last_message_at - self._alive_since > STABLE_AFTER:

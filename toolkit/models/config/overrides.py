@@ -60,10 +60,11 @@ def override(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
     Parameters of the rotation are merged: those for the same type of scaling are kept, and the base
     and the rotated part for another. If layer types have their own, those of full attention are
     changed. Fields of a decoder next to a tower are found in `text_config`."""
-    if decoder_of(raw) is not None and isinstance(raw.get("text_config"), dict):
+    nested = raw.get("text_config")
+    if decoder_of(raw) is not None and isinstance(nested, dict) and nested:
         of_text = {name: value for name, value in overrides.items() if name not in _OF_WHOLE}
         whole = {name: value for name, value in overrides.items() if name in _OF_WHOLE}
-        raw = {**raw, "text_config": _override(raw["text_config"], of_text)}
+        raw = {**raw, "text_config": _override(nested, of_text)}
         return _override(raw, whole)
     return _override(raw, overrides)
 

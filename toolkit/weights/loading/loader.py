@@ -287,7 +287,7 @@ def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
         isinstance(t, torch.Tensor) for t in tensors.values()
     ):
         raise CheckpointError(f"{file} is not a dictionary of tensors by name.")
-    return tensors
+    return {text_name(name): tensor for name, tensor in tensors.items()}
 
 
 def _known_name(name: str, slots: Collection[str]) -> str | None:
