@@ -309,6 +309,7 @@ def test_invalid_messages_are_refused(http: httpx.Client, messages: object) -> N
         (CHAT, {"top_logprobs": 2}),
         (CHAT, {"stream_options": {"include_usage": True}}),
         (CHAT, {"chat_template_kwargs": {"tokenize": True}}),
+        (CHAT, {"chat_template_kwargs": {"tools": [{"a": 1}]}}),
         (CHAT, {"chat_template_kwargs": {"self": 1}}),
         (CHAT, {"chat_template_kwargs": {"messages": []}}),
         (CHAT, {"chat_template_kwargs": {"x": "\ud800"}}),

@@ -176,6 +176,13 @@ def test_published_qwen_configs_have_no_text_config(
     assert answers(path) == checkpoints.greedy_batch(model, prompts(), 12)
 
 
+def test_pickled_weights_have_the_same_names(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    path = renamed(folder("qwen3-vl"), tmp_path / "m", inner)
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    assert answers(path) == answers(folder("qwen3-vl"))
+
+
 def test_int8_leaves_the_tower_out(folder: Callable[[str], Path]) -> None:
     assert len(answers(folder("qwen3-vl"), quantization="int8")[0]) == 12
     described = read_folder(folder("qwen3-vl"), "m")

@@ -18,8 +18,10 @@ from tests import checkpoints
 from tests.server import hook_environment
 from toolkit.api.http.server import ServedModel, Server
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.errors import ConfigError
+from toolkit.engine.messages import RequestInfo, RequestList
+from toolkit.errors import ConfigError, EngineDeadError, ServerUnavailableError
 from toolkit.metrics import Metrics
+from toolkit.sequence import Adapter
 from toolkit.serving.front import LoadedModel, ModelSetup, SingleProcess
 from toolkit.serving.stats_log import set_info_metrics
 from toolkit.serving.supervisor import Supervisor
@@ -176,6 +178,57 @@ async def test_a_core_that_dies_is_that_of_one_model(started: Started):
     text = (await started.http.get("/metrics")).text
     restarts = [line for line in text.splitlines() if line.startswith("tk:engine_restarts_total")]
     assert sorted(float(line.split()[-1]) for line in restarts) == [0.0, 1.0]
+
+
+def model(name: str, **engine: Any) -> ServedModel:
+    """Return a model whose engine is a stand-in."""
+    adapters = SimpleNamespace(find=lambda _: None)
+    config = SimpleNamespace(model=SimpleNamespace(model=name))
+    parts = {"metrics": Metrics("tk", name), "adapters": adapters, "config": config} | engine
+    return ServedModel(SimpleNamespace(**parts), (name,))
+
+
+async def test_an_adapter_is_found_next_to_its_own_model() -> None:
+    own = Adapter("mine", "folder", "1")
+    found = SimpleNamespace(find=lambda name: own if name == "mine" else None)
+    server = Server(ServerConfig(), [model("a"), model("b", adapters=found)])
+    target = server.find("mine")
+    assert (target.model.name, target.adapter, target.name) == ("b", own, "mine")
+
+
+@pytest.mark.parametrize("num_requests", [0, 1])
+async def test_requests_of_one_model_are_listed_while_another_restarts(num_requests: int) -> None:
+    live = RequestInfo("x", "running", 1.0, 1, 0, 1, 1.0, 1, 0, 0, "")
+
+    async def restarting() -> RequestList:
+        raise ServerUnavailableError("The engine died and is being restarted.")
+
+    async def running() -> RequestList:
+        return RequestList(0, [live] * num_requests, 0.5)
+
+    server = Server(
+        ServerConfig(), [model("a", live_requests=restarting), model("b", live_requests=running)]
+    )
+    if not num_requests:
+        with pytest.raises(ServerUnavailableError):
+            await server.live_requests()
+        return
+    found = await server.live_requests()
+    assert ([one.model for one in found.requests], found.kv_cache_usage) == (["b"], 0.5)
+
+
+async def test_a_server_ends_when_one_of_its_models_is_lost() -> None:
+    setups = [ModelSetup(EngineConfig(), (name,)) for name in MODELS]
+    front = SingleProcess(setups, ServerConfig())
+    waiting = asyncio.create_task(front._wait_for_deaths())
+    await asyncio.sleep(0)
+    assert (front.failure, front.failed.is_set()) == (None, False)
+    lost = front._engines[1]
+    lost.fatal_error = EngineDeadError("It was restarted 3 times in a row.")
+    lost.died.set()
+    await asyncio.wait_for(waiting, 10)
+    assert front.failed.is_set()
+    assert front.failure is lost.fatal_error
 
 
 async def test_two_models_have_different_names() -> None:

@@ -1,4 +1,4 @@
-"""Requests that run, and what they hold meanwhile: a row, blocks, and what they need besides."""
+"""Requests that run, and what they hold meanwhile: a row, blocks, and places (`needs`)."""
 
 import bisect
 from collections.abc import Iterator
