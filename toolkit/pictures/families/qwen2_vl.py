@@ -1,0 +1,49 @@
+"""Qwen2-VL, 2.5-VL and 3-VL: patches of 14 or 16 pixels, in the order of the tower's merger.
+
+The processor repeats a still picture for each of `temporal_patch_size` frames. Only one travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, as_bytes
+
+PROCESSORS = {"Qwen2VLImageProcessor": "qwen2_vl"}
+DEFAULTS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": CLIP}
+OPTIONS = COMMON_OPTIONS | {"max_pixels", "merge_size", "min_pixels", "patch_size"}
+OPTIONS |= {"temporal_patch_size"}
+ARGUMENTS = INTEGERS | {"temporal_patch_size": 1}
+MAX_RATIO = 200  # of the sides, in Transformers
+
+
+def modernize(fields: dict[str, Any]) -> dict[str, Any]:
+    """Replace min_pixels and max_pixels, alone or in `size`, by the edges that mean them now."""
+    fields = dict(fields)
+    size = dict(fields.pop("size", None) or {})
+    for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        inner, outer = size.pop(old, None), fields.pop(old, None)
+        if (value := inner if outer is None else outer) is not None:
+            size[new] = value
+    return fields | ({"size": size} if size else {})
+
+
+def pads(fields: Mapping[str, Any]) -> bool:
+    return False
+
+
+def refusal(width: int, height: int) -> str:
+    if max(width, height) <= MAX_RATIO * min(width, height):
+        return ""
+    return (
+        f"is a picture of {width} x {height} pixels: the longer side may be at most {MAX_RATIO} "
+        "times the shorter"
+    )
+
+
+def pack(outputs: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return ((1, rows, columns), [patches, channels * patch * patch])."""
+    (grid,) = outputs["image_grid_thw"]
+    return tuple(int(size) for size in grid), as_bytes(outputs["pixel_values"])

@@ -1,0 +1,167 @@
+"""Messages between the server, the zygote and its workers: msgpack, then raw bytes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from toolkit.framing import HEADER, frame
+from toolkit.pictures.settings import PictureLimits, ProcessorSettings
+
+MAX_MESSAGE = 2**20  # bytes of a message; settings are the largest
+MAX_ANSWER = 2**28  # bytes of pixels from a worker
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """First message to the zygote."""
+
+    settings: ProcessorSettings
+    limits: PictureLimits
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a worker. The answer is Forked, with the worker's socket, or Failed."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Kill a worker, unless it has ended. The answer is Ended."""
+
+    pid: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The zygote has imported the image processor."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The zygote could not do it."""
+
+    problem: str
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """`exit_code` is negative for a signal."""
+
+    exit_code: int
+
+
+class Job(msgspec.Struct, frozen=True, tag=True):
+    """Picture for a worker. Its bytes follow."""
+
+    encoding: Literal["file", "base64", "rgb"]
+    num_bytes: int
+    size: tuple[int, int] = (0, 0)  # with rgb
+    is_measured: bool = False  # only the size is wanted
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a job. `num_bytes` of pixels follow, none if it was measured."""
+
+    width: Annotated[int, msgspec.Meta(ge=1)]
+    height: Annotated[int, msgspec.Meta(ge=1)]
+    grid: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: Literal["uint8", "float32"] = "uint8"
+    num_bytes: int = 0
+    is_last: bool = False  # the worker has grown, and ends
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Problem of the picture, which follows the name of its parameter."""
+
+    problem: str
+    is_last: bool = False
+
+
+T = TypeVar("T")
+
+
+class Channel:
+    """One end of a socket between two of the processes."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+
+    def send(
+        self,
+        message: msgspec.Struct,
+        data: bytes | memoryview = b"",
+        *,
+        descriptors: tuple[int, ...] = (),
+        deadline: float | None = None,
+    ) -> None:
+        """Send a message and its bytes. Raises OSError, TimeoutError after the deadline."""
+        self._limit(deadline)
+        encoded = frame(msgspec.msgpack.encode(message))
+        if descriptors:
+            sent = socket.send_fds(self.socket, [encoded], descriptors)
+            encoded = encoded[sent:]
+        self.socket.sendall(encoded)
+        if data:
+            self._limit(deadline)
+            self.socket.sendall(data)
+
+    def receive(self, kind: type[T], deadline: float | None = None) -> T:
+        """Return the next message.
+
+        Raises OSError, EOFError at the end, TimeoutError, and ValueError for a wrong message."""
+        (length,) = HEADER.unpack(self.read(HEADER.size, deadline))
+        return self._decode(length, kind, deadline)
+
+    def receive_with_socket(
+        self, kind: type[T], deadline: float | None = None
+    ) -> tuple[T, socket.socket | None]:
+        """Return the next message and the socket that came with it."""
+        self._limit(deadline)
+        head, descriptors, _, _ = socket.recv_fds(self.socket, HEADER.size, 1)
+        end = socket.socket(fileno=descriptors[0]) if descriptors else None
+        if not head:
+            raise EOFError
+        head += self.read(HEADER.size - len(head), deadline)
+        return self._decode(HEADER.unpack(head)[0], kind, deadline), end
+
+    def read(self, count: int, deadline: float | None = None) -> bytearray:
+        """Return the next `count` bytes."""
+        data = bytearray(count)
+        rest = memoryview(data)
+        while rest:
+            self._limit(deadline)
+            received = self.socket.recv_into(rest)
+            if not received:
+                raise EOFError
+            rest = rest[received:]
+        return data
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the other end is closed and all its messages are read."""
+        self.socket.setblocking(False)
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _decode(self, length: int, kind: type[T], deadline: float | None) -> T:
+        if length > MAX_MESSAGE:
+            raise ValueError(f"a message of {length} bytes, more than {MAX_MESSAGE}")
+        return msgspec.msgpack.decode(self.read(length, deadline), type=kind)
+
+    def _limit(self, deadline: float | None) -> None:
+        if deadline is None:
+            self.socket.settimeout(None)
+            return
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        self.socket.settimeout(left)

@@ -1,0 +1,303 @@
+"""Processes that turn pictures into pixels, as the server and the offline engine use them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from toolkit.errors import EngineError, InvalidParamError, ServerUnavailableError, ToolkitError
+from toolkit.pictures.messages import Job, Refused
+from toolkit.pictures.processes import Worker, WorkerLostError, Zygote, ZygoteLostError
+from toolkit.pictures.settings import PictureLimits, ProcessorSettings
+from toolkit.pictures.sources import Encoded
+
+MAX_STARTS = 4  # of the zygote, in START_WINDOW
+START_WINDOW = 600.0  # seconds
+MAX_PROBLEM = 1000  # characters of a worker's message
+
+
+class Pixels(msgspec.Struct, frozen=True):
+    """A picture for the vision tower."""
+
+    width: int  # of the picture, after EXIF rotation
+    height: int
+    grid: tuple[int, ...]  # what the processor made of it, e.g. (1, rows, columns) of patches
+    shape: tuple[int, ...]
+    dtype: str  # "uint8" or "float32"
+    data: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    encoded: Encoded
+    param: str
+    is_measured: bool
+    future: Future[Any]
+    was_lost: bool = False  # with a zygote that died
+
+    def fail(self, problem: str) -> None:
+        self.future.set_exception(InvalidParamError(self.param, problem))
+
+
+class PicturePool:
+    """Two workers, or another number, that decode pictures one at a time each.
+
+    Each has a thread here, which starts it again after it has ended. Sizes are measured before
+    pictures that wait are processed."""
+
+    def __init__(
+        self, settings: ProcessorSettings, limits: PictureLimits, num_workers: int = 2
+    ) -> None:
+        self._settings, self._limits, self._num_workers = settings, limits, num_workers
+        self._zygote: Zygote | None = None
+        self._zygote_lock = threading.Lock()
+        self._starts: deque[float] = deque(maxlen=MAX_STARTS)
+        self._measured: deque[_Task] = deque()
+        self._processed: deque[_Task] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._failure: ToolkitError | None = None
+        self._is_ready = False
+        self._last_words = ""  # of the last zygote that ended
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the zygote and return at once."""
+        self._zygote = self._start_zygote(None)
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"pictures-{number}", daemon=True)
+            for number in range(self._num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self) -> None:
+        """Wait until the image processor is imported. Raises ToolkitError if it cannot be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ready or self._failure or self._is_closed)
+            if self._failure:
+                raise self._failure
+            if self._is_closed:
+                raise _closed()
+
+    def measure(self, encoded: Encoded, param: str) -> Future[tuple[int, int]]:
+        """Read (width, height) after EXIF rotation from the header.
+
+        The future's errors: InvalidRequestError, ServerUnavailableError, EngineError."""
+        future: Future[tuple[int, int]] = Future()
+        if (size := encoded.raw_size) is None:
+            self._submit(_Task(encoded, param, True, future))
+        elif size[0] * size[1] > self._limits.max_pixels:
+            future.set_exception(self._too_large(param, size))
+        else:
+            future.set_result(size)
+        return future
+
+    def process(self, encoded: Encoded, param: str) -> Future[Pixels]:
+        """Decode and resize a picture. The future's errors are those of `measure`."""
+        future: Future[Pixels] = Future()
+        size = encoded.raw_size
+        if size is not None and size[0] * size[1] > self._limits.max_pixels:
+            future.set_exception(self._too_large(param, size))
+        else:
+            self._submit(_Task(encoded, param, False, future))
+        return future
+
+    def close(self) -> None:
+        """End all processes. Pictures that are not done get an error."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._fail_queued(_closed())
+        with self._zygote_lock:
+            if self._zygote is not None:
+                self._zygote.close()
+        for thread in self._threads:
+            thread.join()
+        self._fail_queued(_closed())
+
+    def _submit(self, task: _Task) -> None:
+        tasks = self._queue_of(task)
+        with self._changed:
+            problem = self._failure or (_closed() if self._is_closed else None)
+            if problem is None:
+                tasks.append(task)
+                self._changed.notify()
+        if problem is not None:
+            task.future.set_exception(problem)
+            return
+
+        def remove(future: Future[Any]) -> None:
+            if future.cancelled():
+                with self._changed:
+                    if task in tasks:
+                        tasks.remove(task)
+
+        task.future.add_done_callback(remove)
+
+    def _next(self) -> _Task | None:
+        """Wait for a task. None if the pool is closed or has failed."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(
+                    lambda: self._measured or self._processed or self._is_closed or self._failure
+                )
+                if self._is_closed or self._failure:
+                    return None
+                task = (self._measured or self._processed).popleft()
+                if task.was_lost or task.future.set_running_or_notify_cancel():
+                    return task
+
+    def _serve(self) -> None:
+        """Run tasks with a worker until the pool is closed."""
+        worker: Worker | None = None
+        while True:
+            with contextlib.suppress(ServerUnavailableError):  # the next task tries again
+                worker = self._usable(worker)
+            if (task := self._next()) is None:
+                return
+            worker = self._run(worker, task)
+
+    def _run(self, worker: Worker | None, task: _Task) -> Worker | None:
+        """Run a task. Returns the worker if it can take another."""
+        data, job = _job(task)
+        try:
+            worker = self._usable(worker)
+            answer, pixels = worker.ask(job, data, self._limits.timeout)
+        except ToolkitError as error:
+            task.future.set_exception(error)
+            return None
+        except TimeoutError:
+            worker.end()
+            task.fail(f"takes longer than {self._limits.timeout:g} seconds to decode")
+            return None
+        except WorkerLostError:
+            exit_code = worker.end()
+            if exit_code is not None:
+                task.fail(f"cannot be decoded: the process that decoded it {_ended(exit_code)}")
+            elif task.was_lost:
+                task.fail("cannot be decoded: the process that decoded it ended twice")
+            else:
+                self._put_back(task)
+            return None
+        if isinstance(answer, Refused):
+            task.fail(answer.problem[:MAX_PROBLEM])
+        elif task.is_measured:
+            task.future.set_result((answer.width, answer.height))
+        else:
+            task.future.set_result(
+                Pixels(
+                    answer.width, answer.height, answer.grid, answer.shape, answer.dtype, pixels
+                )
+            )
+        if answer.is_last:
+            worker.end()
+            return None
+        return worker
+
+    def _usable(self, worker: Worker | None) -> Worker:
+        """Return the worker, or another if it has ended. Raises ToolkitError."""
+        if worker is not None:
+            if not worker.has_ended:
+                return worker
+            worker.end()
+        while True:
+            zygote = self._living_zygote()
+            try:
+                worker = zygote.fork()
+            except ZygoteLostError as error:
+                self._last_words = str(error)
+                continue
+            except EngineError as error:
+                self._fail(error)
+                raise
+            with self._changed:
+                self._is_ready = True
+                self._changed.notify_all()
+            return worker
+
+    def _living_zygote(self) -> Zygote:
+        with self._zygote_lock:
+            if self._is_closed:
+                raise _closed()
+            if self._zygote is None or self._zygote.is_lost:
+                self._zygote = self._start_zygote(self._zygote)
+            return self._zygote
+
+    def _start_zygote(self, old: Zygote | None) -> Zygote:
+        """Start a zygote, unless the last few have ended too soon."""
+        if old is not None:
+            old.close()
+        now = time.monotonic()
+        if len(self._starts) == MAX_STARTS and now - self._starts[0] < START_WINDOW:
+            error = ServerUnavailableError(
+                f"The process that decodes pictures ended {MAX_STARTS} times within "
+                f"{START_WINDOW / 60:g} minutes ({self._last_words})."
+            )
+            if not self._is_ready:
+                self._fail(error)
+            raise error
+        self._starts.append(now)
+        return Zygote(self._settings, self._limits)
+
+    def _put_back(self, task: _Task) -> None:
+        """Let a task be the next: its worker ended with the zygote."""
+        task.was_lost = True
+        with self._changed:
+            self._queue_of(task).appendleft(task)
+            self._changed.notify()
+
+    def _queue_of(self, task: _Task) -> deque[_Task]:
+        return self._measured if task.is_measured else self._processed
+
+    def _fail(self, error: ToolkitError) -> None:
+        """Refuse all pictures from now on."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+        self._fail_queued(error)
+
+    def _fail_queued(self, error: ToolkitError) -> None:
+        with self._changed:
+            tasks = [*self._measured, *self._processed]
+            self._measured.clear()
+            self._processed.clear()
+        for task in tasks:
+            if task.was_lost or task.future.set_running_or_notify_cancel():
+                task.future.set_exception(error)
+
+    def _too_large(self, param: str, size: tuple[int, int]) -> InvalidParamError:
+        most = self._limits.max_pixels
+        return InvalidParamError(
+            param, f"is a picture of {size[0]} x {size[1]} pixels; at most {most:,} are allowed"
+        )
+
+
+def _job(task: _Task) -> tuple[bytes, Job]:
+    encoded = task.encoded
+    data, size = encoded.data, encoded.raw_size or (0, 0)
+    if isinstance(data, str):
+        data = data.encode(errors="surrogatepass")
+        return data, Job("base64", len(data), size, task.is_measured)
+    kind: Literal["rgb", "file"] = "rgb" if encoded.raw_size else "file"
+    return data, Job(kind, len(data), size, task.is_measured)
+
+
+def _ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"was ended by signal {-exit_code}"
+
+
+def _closed() -> ServerUnavailableError:
+    return ServerUnavailableError("The server is shutting down.")

@@ -1,0 +1,170 @@
+"""Pictures as they come: URLs of requests, and Pillow's images."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from toolkit.errors import InvalidParamError, ServerUnavailableError
+from toolkit.pictures.settings import PictureLimits
+
+MAX_URL = 8192  # characters, of URLs without data
+_MAX_HEADER = 1024  # characters of a data URL in front of the comma
+_INLINE = 2**20  # bytes that are hashed without a thread
+_SHOWN = 60  # characters of a URL in a message
+_ALLOWED = "a data: URL with base64, an http(s): URL or a file: URL"
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Encoded:
+    """A picture as it came.
+
+    data: bytes of a file, base64 text of a data URL, or raw RGB of a Pillow image.
+    digest: 16 bytes of BLAKE2b of what it is.
+    raw_size: (width, height) if `data` are raw RGB pixels."""
+
+    data: bytes | str
+    digest: bytes
+    raw_size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DataUrl:
+    base64: str
+
+
+@dataclass(frozen=True, slots=True)
+class HttpUrl:
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileUrl:
+    path: str
+
+
+def parse_url(url: str, param: str) -> DataUrl | HttpUrl | FileUrl:
+    """Return the kind of a URL and its parts. Raises InvalidRequestError for other URLs."""
+    scheme, colon, rest = url[:_MAX_HEADER].partition(":")
+    scheme = scheme.lower() if colon else ""
+    if scheme == "data":
+        return _parse_data_url(url, param)
+    if scheme not in ("http", "https", "file"):
+        raise InvalidParamError(param, f"must be {_ALLOWED}, not {_shown(url)}")
+    if len(url) > MAX_URL:
+        raise InvalidParamError(param, f"has {len(url)} characters; at most {MAX_URL} are allowed")
+    if scheme != "file":
+        return HttpUrl(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise InvalidParamError(param, f"is not a valid URL: {_shown(url)}") from None
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise InvalidParamError(
+            param, f"must have the form file:///absolute/path, unlike {_shown(url)}"
+        )
+    return FileUrl(unquote(parts.path, errors="surrogateescape"))
+
+
+async def load(url: str, limits: PictureLimits, param: str) -> Encoded:
+    """Return the picture of a URL, and count its bytes until it is garbage.
+
+    Raises InvalidRequestError, and ServerUnavailableError beyond `bytes_in_flight`."""
+    parsed = parse_url(url, param)
+    if not isinstance(parsed, DataUrl):
+        raise NotImplementedError
+    text = parsed.base64
+    if len(text) * 3 // 4 > limits.max_bytes * 2:
+        raise too_many_bytes(param, len(text) * 3 // 4, limits)
+    hold = Hold(limits)
+    hold.add(len(text))
+    return hold.keep(await _encoded(text))
+
+
+def from_image(image: Any) -> Encoded:
+    """Return the pixels of a Pillow image, upright and in RGB."""
+    from toolkit.pictures.decoding import to_rgb, to_upright
+
+    image.load()
+    image = to_rgb(to_upright(image))
+    data = image.tobytes()
+    size = image.size
+    return Encoded(data, _digest(data, b"RGB %d %d" % size), size)
+
+
+def too_many_bytes(param: str, count: int, limits: PictureLimits) -> InvalidParamError:
+    return InvalidParamError(
+        param, f"is a picture of {count:,} bytes; at most {limits.max_bytes:,} are allowed"
+    )
+
+
+class Hold:
+    """Bytes of one picture that the process holds, a part of `bytes_in_flight`."""
+
+    _lock = threading.RLock()  # finalizers run in any thread, also inside this lock
+    _total = 0
+
+    def __init__(self, limits: PictureLimits) -> None:
+        self._limits = limits
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """Count bytes. Raises ServerUnavailableError if there are too many."""
+        with Hold._lock:
+            most = self._limits.bytes_in_flight
+            if Hold._total + count > most:
+                raise ServerUnavailableError(
+                    f"Pictures of other requests take {Hold._total:,} bytes of the {most:,} that "
+                    "this server holds at most. Please try again."
+                )
+            Hold._total += count
+            self._count += count
+
+    def keep(self, encoded: Encoded) -> Encoded:
+        """Hold the bytes as long as the picture exists."""
+        weakref.finalize(encoded, self.release).atexit = False
+        return encoded
+
+    def release(self) -> None:
+        with Hold._lock:
+            Hold._total -= self._count
+            self._count = 0
+
+
+def _parse_data_url(url: str, param: str) -> DataUrl:
+    head, comma, _ = url[:_MAX_HEADER].partition(",")
+    if not comma:
+        raise InvalidParamError(param, f"is a data URL without a comma: {_shown(url)}")
+    if not re.search(r";\s*base64\s*\Z", head, re.IGNORECASE):
+        raise InvalidParamError(
+            param,
+            f"is a data URL without base64: its beginning is {_shown(head + comma)}, and must be "
+            "like data:image/png;base64,",
+        )
+    return DataUrl(url[len(head) + 1 :])
+
+
+async def _encoded(data: bytes | str) -> Encoded:
+    if len(data) <= _INLINE:
+        return Encoded(data, _digest(data))
+    return Encoded(data, await asyncio.to_thread(_digest, data))
+
+
+def _digest(data: bytes | str, more: bytes = b"") -> bytes:
+    """Return the same bytes for equal data of the same kind."""
+    kind = b"base64" if isinstance(data, str) else b"rgb" if more else b"file"
+    if isinstance(data, str):
+        data = data.encode(errors="surrogatepass")
+    made = hashlib.blake2b(data, digest_size=16, person=kind)
+    made.update(more)
+    return made.digest()
+
+
+def _shown(url: str) -> str:
+    return repr(url if len(url) <= _SHOWN else url[: _SHOWN - 3] + "...")
