@@ -51,6 +51,7 @@ ARROWS = {
     "hardware": set(),
     "client": set(),
     "text": {"gguf", "hardware"},
+    "pictures": {"hardware"},
     "sampling": {"hardware", "kernels"},
     "scheduler": {"sampling"},
     "attention": {"kernels"},
@@ -149,6 +150,7 @@ LIGHT = {
     "inventory",
     "client",
     "logs",
+    "pictures",
 }
 """Packages whose modules import nothing slow at the top."""
 HEAVY = {"torch", "transformers", "textual", "fastapi", "aiohttp", "uvicorn", "tokenizers"}

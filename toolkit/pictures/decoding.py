@@ -11,23 +11,28 @@ import warnings
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from PIL import Image, UnidentifiedImageError
-
-# Imported here, because Image.open() would import the plug-ins of all formats otherwise.
-from PIL import (  # isort: skip
-    BmpImagePlugin as _BmpImagePlugin,
-    GifImagePlugin as _GifImagePlugin,
-    JpegImagePlugin as _JpegImagePlugin,
-    MpoImagePlugin as _MpoImagePlugin,
-    PngImagePlugin as _PngImagePlugin,
-    TiffImagePlugin as _TiffImagePlugin,
-    WebPImagePlugin as _WebPImagePlugin,
+from PIL import (
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    MpoImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
 )
 
-__all__ = ["FORMATS", "PictureError", "decode", "decode_base64", "measure", "to_rgb", "to_upright"]
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-_NAMES = "PNG, JPEG, WebP, GIF (first frame), BMP and TIFF"
+PLUGINS = {
+    "PNG": (PngImagePlugin,),
+    "JPEG": (JpegImagePlugin, MpoImagePlugin),  # of cameras: a JPEG file with several pictures
+    "WEBP": (WebPImagePlugin,),
+    "GIF": (GifImagePlugin,),
+    "BMP": (BmpImagePlugin,),
+    "TIFF": (TiffImagePlugin,),
+}
+"""Formats that are read. If one was not imported, Image.open() would import those of all others."""
+SUPPORTED = "PNG, JPEG, WebP, GIF (first frame), BMP and TIFF"
 _ORIENTATION = 0x0112  # EXIF tag
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -124,11 +129,11 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     Image.MAX_IMAGE_PIXELS = max_pixels if data.startswith(b"RIFF") else None
     warnings.simplefilter("ignore")
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=tuple(PLUGINS))
     except UnidentifiedImageError:
         raise PictureError(
-            f"is not a picture that can be read: its first bytes are {_shown(data[:16])}; {_NAMES} "
-            "are supported"
+            f"is not a picture that can be read: its first bytes are {_shown(data[:16])}; "
+            f"{SUPPORTED} are supported"
         ) from None
     except Image.DecompressionBombError:
         raise _too_large(max_pixels) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -80,9 +80,6 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     is_last: bool = False
 
 
-T = TypeVar("T")
-
-
 class Channel:
     """One end of a socket between two of the processes."""
 
@@ -108,16 +105,16 @@ class Channel:
             self._limit(deadline)
             self.socket.sendall(data)
 
-    def receive(self, kind: type[T], deadline: float | None = None) -> T:
-        """Return the next message.
+    def receive(self, kind: Any, deadline: float | None = None) -> Any:
+        """Return the next message, of a type or one of a union.
 
         Raises OSError, EOFError at the end, TimeoutError, and ValueError for a wrong message."""
         (length,) = HEADER.unpack(self.read(HEADER.size, deadline))
         return self._decode(length, kind, deadline)
 
     def receive_with_socket(
-        self, kind: type[T], deadline: float | None = None
-    ) -> tuple[T, socket.socket | None]:
+        self, kind: Any, deadline: float | None = None
+    ) -> tuple[Any, socket.socket | None]:
         """Return the next message and the socket that came with it."""
         self._limit(deadline)
         head, descriptors, _, _ = socket.recv_fds(self.socket, HEADER.size, 1)
@@ -153,7 +150,7 @@ class Channel:
     def close(self) -> None:
         self.socket.close()
 
-    def _decode(self, length: int, kind: type[T], deadline: float | None) -> T:
+    def _decode(self, length: int, kind: Any, deadline: float | None) -> Any:
         if length > MAX_MESSAGE:
             raise ValueError(f"a message of {length} bytes, more than {MAX_MESSAGE}")
         return msgspec.msgpack.decode(self.read(length, deadline), type=kind)

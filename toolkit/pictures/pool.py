@@ -168,13 +168,14 @@ class PicturePool:
 
     def _run(self, worker: Worker | None, task: _Task) -> Worker | None:
         """Run a task. Returns the worker if it can take another."""
-        data, job = _job(task)
         try:
             worker = self._usable(worker)
-            answer, pixels = worker.ask(job, data, self._limits.timeout)
         except ToolkitError as error:
             task.future.set_exception(error)
             return None
+        data, job = _job(task)
+        try:
+            answer, pixels = worker.ask(job, data, self._limits.timeout)
         except TimeoutError:
             worker.end()
             task.fail(f"takes longer than {self._limits.timeout:g} seconds to decode")
@@ -194,9 +195,7 @@ class PicturePool:
             task.future.set_result((answer.width, answer.height))
         else:
             task.future.set_result(
-                Pixels(
-                    answer.width, answer.height, answer.grid, answer.shape, answer.dtype, pixels
-                )
+                Pixels(answer.width, answer.height, answer.grid, answer.shape, answer.dtype, pixels)
             )
         if answer.is_last:
             worker.end()

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -98,14 +98,14 @@ class Zygote:
         """Start the process and return at once. Raises ServerUnavailableError."""
         ours, theirs = socket.socketpair()
         self._control = Channel(ours)
-        self._errors: BinaryIO = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         self._lock = threading.Lock()
         self._is_ready = False
         try:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "toolkit.pictures.zygote"],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=self._errors,
                     env=_environment(),
@@ -144,7 +144,7 @@ class Zygote:
             except ZygoteLostError:
                 return None
         assert isinstance(answer, Ended)
-        return answer.exit_code
+        return int(answer.exit_code)
 
     @property
     def is_lost(self) -> bool:
@@ -164,19 +164,17 @@ class Zygote:
             return
         answer = self._receive(Ready | Failed, START_TIMEOUT)[0]
         if isinstance(answer, Failed):
-            raise EngineError(
-                f"The image processor of the model cannot be used: {answer.problem}."
-            )
+            raise EngineError(f"The image processor of the model cannot be used: {answer.problem}.")
         self._is_ready = True
 
-    def _ask(self, message: Fork | End) -> tuple[object, socket.socket | None]:
+    def _ask(self, message: Fork | End) -> tuple[Any, socket.socket | None]:
         try:
             self._control.send(message)
         except OSError:
             raise ZygoteLostError(self._last_words()) from None
         return self._receive(Forked | Ended | Failed, _ANSWER_TIMEOUT)
 
-    def _receive(self, kind: Any, timeout: float) -> tuple[object, socket.socket | None]:
+    def _receive(self, kind: Any, timeout: float) -> tuple[Any, socket.socket | None]:
         try:
             return self._control.receive_with_socket(kind, time.monotonic() + timeout)
         except TimeoutError:

@@ -1,11 +1,8 @@
-"""Transformers' image processor, imported without PyTorch."""
+"""Transformers' image processor, as a worker calls it."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +14,6 @@ from toolkit.pictures.settings import ProcessorSettings
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_HIDDEN = {"torch", "torchvision", "jax", "tensorflow"}
-
 
 class PictureProcessor:
     """A Pillow-backed image processor and its family."""
@@ -26,10 +21,7 @@ class PictureProcessor:
     def __init__(self, settings: ProcessorSettings) -> None:
         self._family = find_family(settings.family)
         name = self._family.PROCESSORS[settings.name]
-        with without_torch():
-            module = importlib.import_module(
-                f"transformers.models.{name}.image_processing_pil_{name}"
-            )
+        module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
         self._processor = getattr(module, f"{settings.name}Pil")(**settings.fields)
         self._arguments: dict[str, Any] = dict(self._family.ARGUMENTS)
         if settings.sends_floats:
@@ -42,9 +34,7 @@ class PictureProcessor:
             raise PictureError(problem)
         pixels = np.asarray(image)
         try:
-            found = self._processor(
-                [pixels], input_data_format="channels_last", **self._arguments
-            )
+            found = self._processor([pixels], input_data_format="channels_last", **self._arguments)
         except ValueError:
             raise PictureError(
                 f"is a picture of {width} x {height} pixels, which the model's image processor "
@@ -56,20 +46,3 @@ class PictureProcessor:
             outputs["patch_size"] = np.array(sides)
         grid, array = self._family.pack(outputs)
         return grid, np.ascontiguousarray(array)
-
-
-@contextmanager
-def without_torch() -> Iterator[None]:
-    """Import Transformers as if PyTorch was not installed.
-
-    Pillow's processors do not need it. It would take 4 seconds and 380 MB more."""
-    found = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> Any:
-        return None if name.partition(".")[0] in _HIDDEN else found(name, package)
-
-    importlib.util.find_spec = find_spec
-    try:
-        yield
-    finally:
-        importlib.util.find_spec = found

@@ -70,9 +70,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(map(float, value if isinstance(value, list | tuple) else [value] * 3))
 
 
-def read_processor(
-    folder: Path, family: str, overrides: Mapping[str, Any]
-) -> ProcessorSettings:
+def read_processor(folder: Path, family: str, overrides: Mapping[str, Any]) -> ProcessorSettings:
     """Read the image processor of a checkpoint; `overrides` are the user's mm_processor_kwargs.
 
     Raises CheckpointError for a missing or wrong file, ConfigError for wrong overrides."""

@@ -7,11 +7,14 @@ import hashlib
 import re
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 from urllib.parse import unquote, urlsplit
 
 from toolkit.errors import InvalidParamError, ServerUnavailableError
+from toolkit.pictures.addresses import PUBLIC, NetworkPolicy
+from toolkit.pictures.local_files import read_below
 from toolkit.pictures.settings import PictureLimits
 
 MAX_URL = 8192  # characters, of URLs without data
@@ -51,8 +54,7 @@ class FileUrl:
 
 def parse_url(url: str, param: str) -> DataUrl | HttpUrl | FileUrl:
     """Return the kind of a URL and its parts. Raises InvalidRequestError for other URLs."""
-    scheme, colon, rest = url[:_MAX_HEADER].partition(":")
-    scheme = scheme.lower() if colon else ""
+    scheme = url[: url.find(":", 0, _MAX_HEADER) + 1].lower().removesuffix(":")
     if scheme == "data":
         return _parse_data_url(url, param)
     if scheme not in ("http", "https", "file"):
@@ -72,19 +74,32 @@ def parse_url(url: str, param: str) -> DataUrl | HttpUrl | FileUrl:
     return FileUrl(unquote(parts.path, errors="surrogateescape"))
 
 
-async def load(url: str, limits: PictureLimits, param: str) -> Encoded:
+async def load(
+    url: str, limits: PictureLimits, param: str, policy: NetworkPolicy = PUBLIC
+) -> Encoded:
     """Return the picture of a URL, and count its bytes until it is garbage.
 
-    Raises InvalidRequestError, and ServerUnavailableError beyond `bytes_in_flight`."""
+    `policy` is for tests. Raises InvalidRequestError, and ServerUnavailableError beyond
+    `bytes_in_flight`."""
     parsed = parse_url(url, param)
-    if not isinstance(parsed, DataUrl):
-        raise NotImplementedError
-    text = parsed.base64
-    if len(text) * 3 // 4 > limits.max_bytes * 2:
-        raise too_many_bytes(param, len(text) * 3 // 4, limits)
-    hold = Hold(limits)
-    hold.add(len(text))
-    return hold.keep(await _encoded(text))
+    with _Hold(limits) as hold:
+        data: bytes | str
+        if isinstance(parsed, DataUrl):
+            data = parsed.base64
+            if len(data) > limits.max_bytes * 2:  # escapes and spaces included
+                raise InvalidParamError(
+                    param,
+                    f"has {len(data):,} characters of base64; at most {limits.max_bytes:,} bytes "
+                    "are allowed",
+                )
+            hold.add(len(data))
+        elif isinstance(parsed, HttpUrl):
+            from toolkit.pictures.fetch import fetch  # imports httpx
+
+            data = await fetch(parsed.url, limits, param, hold.add, policy)
+        else:
+            data = await asyncio.to_thread(read_below, parsed.path, limits, param, hold.add)
+        return hold.keep(await _encode(data))
 
 
 def from_image(image: Any) -> Encoded:
@@ -98,43 +113,42 @@ def from_image(image: Any) -> Encoded:
     return Encoded(data, _digest(data, b"RGB %d %d" % size), size)
 
 
-def too_many_bytes(param: str, count: int, limits: PictureLimits) -> InvalidParamError:
-    return InvalidParamError(
-        param, f"is a picture of {count:,} bytes; at most {limits.max_bytes:,} are allowed"
-    )
-
-
-class Hold:
+class _Hold:
     """Bytes of one picture that the process holds, a part of `bytes_in_flight`."""
 
-    _lock = threading.RLock()  # finalizers run in any thread, also inside this lock
+    _lock = threading.Lock()
     _total = 0
+    _released: ClassVar[deque[int]] = deque()
+    """Bytes of pictures that are garbage: their finalizers run anywhere, also inside the lock."""
 
     def __init__(self, limits: PictureLimits) -> None:
-        self._limits = limits
+        self._most = limits.bytes_in_flight
         self._count = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._released.append(self._count)
 
     def add(self, count: int) -> None:
         """Count bytes. Raises ServerUnavailableError if there are too many."""
-        with Hold._lock:
-            most = self._limits.bytes_in_flight
-            if Hold._total + count > most:
+        with _Hold._lock:
+            while self._released:
+                _Hold._total -= self._released.popleft()
+            if _Hold._total + count > self._most:
                 raise ServerUnavailableError(
-                    f"Pictures of other requests take {Hold._total:,} bytes of the {most:,} that "
-                    "this server holds at most. Please try again."
+                    f"Pictures of all requests have {_Hold._total:,} bytes; this one's next "
+                    f"{count:,} would exceed the {self._most:,} that this server holds."
                 )
-            Hold._total += count
-            self._count += count
+            _Hold._total += count
+        self._count += count
 
     def keep(self, encoded: Encoded) -> Encoded:
         """Hold the bytes as long as the picture exists."""
-        weakref.finalize(encoded, self.release).atexit = False
+        weakref.finalize(encoded, self._released.append, self._count).atexit = False
         return encoded
-
-    def release(self) -> None:
-        with Hold._lock:
-            Hold._total -= self._count
-            self._count = 0
 
 
 def _parse_data_url(url: str, param: str) -> DataUrl:
@@ -150,7 +164,7 @@ def _parse_data_url(url: str, param: str) -> DataUrl:
     return DataUrl(url[len(head) + 1 :])
 
 
-async def _encoded(data: bytes | str) -> Encoded:
+async def _encode(data: bytes | str) -> Encoded:
     if len(data) <= _INLINE:
         return Encoded(data, _digest(data))
     return Encoded(data, await asyncio.to_thread(_digest, data))

@@ -93,7 +93,7 @@ class _Worker:
             dtype="float32" if array.dtype == "float32" else "uint8",
             num_bytes=array.nbytes,
         )
-        return done, memoryview(array.reshape(-1).view("uint8"))
+        return done, array.reshape(-1).view("uint8").data
 
     def _has_grown(self) -> bool:
         if hasattr(_libc, "malloc_trim"):

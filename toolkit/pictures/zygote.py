@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import select
 import signal
 import socket
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
+from typing import TYPE_CHECKING, Any
 
 from toolkit.hardware.parent import resume_with_parent
 from toolkit.imports import without_collection
@@ -21,6 +21,8 @@ from toolkit.pictures.messages import Channel, End, Ended, Failed, Fork, Forked,
 
 if TYPE_CHECKING:
     from toolkit.pictures.processor import PictureProcessor
+
+_HIDDEN = {"torch", "torchvision", "jax", "tensorflow"}
 
 
 def main() -> None:
@@ -86,7 +88,7 @@ class _Zygote:
 
 def _load(start: Start) -> PictureProcessor:
     """Import the processor, and use it once: it imports more then."""
-    with without_collection():
+    with without_collection(), _without_torch():
         from PIL import Image
 
         from toolkit.pictures import worker  # noqa: F401  (for the forked processes)
@@ -99,13 +101,30 @@ def _load(start: Start) -> PictureProcessor:
 
 
 @contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """Import Transformers as if PyTorch was not installed.
+
+    Pillow's image processors do not need it. It would take 4 seconds and 380 MB."""
+    found = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name.partition(".")[0] in _HIDDEN else found(name, package)
+
+    importlib.util.find_spec = find_spec
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = found
+
+
+@contextlib.contextmanager
 def _exit_with(end: socket.socket) -> Iterator[None]:
     """Exit when the other end of a socket is closed. The thread that sees it ends at the exit."""
     stop, stopped = os.pipe()
 
     def wait() -> None:
-        ready, _, _ = select.select([end, stop], [], [])
-        if end in ready:
+        ready, _, _ = select.select([end.fileno(), stop], [], [])
+        if end.fileno() in ready:
             os._exit(1)
 
     thread = threading.Thread(target=wait)

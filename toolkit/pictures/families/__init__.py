@@ -2,7 +2,7 @@
 
 A module has these names, and imports nothing but NumPy:
 - PROCESSORS: class name without suffix, and the Transformers module of its Pillow-backed class.
-- DEFAULTS: for each class, the fields that the device needs, if preprocessor_config.json lacks them.
+- DEFAULTS: for each class, image_mean and image_std if preprocessor_config.json lacks them.
 - OPTIONS: fields that are read; others in the file are ignored, others from the user an error.
 - ARGUMENTS: options of the call.
 - modernize(fields): replaces names of older Transformers.

@@ -30,5 +30,5 @@ def refusal(width: int, height: int) -> str:
 
 def pack(outputs: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], np.ndarray]:
     """Return ((height, width), [1, channels, height, width])."""
-    values = np.stack(outputs["pixel_values"])
+    values = outputs["pixel_values"]
     return values.shape[2:], values if values.dtype == np.float32 else as_bytes(values)

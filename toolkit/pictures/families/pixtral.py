@@ -25,6 +25,6 @@ def pads(fields: Mapping[str, Any]) -> bool:
 
 def pack(outputs: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], np.ndarray]:
     """Return ((rows, columns) of patches, [1, channels, height, width])."""
-    values = as_bytes(np.stack(outputs["pixel_values"]))
+    values = as_bytes(outputs["pixel_values"])
     rows, columns = np.array(values.shape[2:]) // outputs["patch_size"]
     return (int(rows), int(columns)), values
