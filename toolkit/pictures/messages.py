@@ -67,7 +67,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     width: Annotated[int, msgspec.Meta(ge=1)]
     height: Annotated[int, msgspec.Meta(ge=1)]
     grid: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
     dtype: Literal["uint8", "float32"] = "uint8"
     num_bytes: int = 0
     is_last: bool = False  # the worker has grown, and ends
@@ -139,8 +139,8 @@ class Channel:
     @property
     def has_ended(self) -> bool:
         """True if the other end is closed and all its messages are read."""
-        self.socket.setblocking(False)
         try:
+            self.socket.setblocking(False)
             return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False

@@ -71,7 +71,7 @@ class PicturePool:
 
     def start(self) -> None:
         """Start the zygote and return at once."""
-        self._zygote = self._start_zygote(None)
+        self._zygote = self._start_zygote()
         self._threads = [
             threading.Thread(target=self._serve, name=f"pictures-{number}", daemon=True)
             for number in range(self._num_workers)
@@ -87,6 +87,11 @@ class PicturePool:
                 raise self._failure
             if self._is_closed:
                 raise _closed()
+
+    @property
+    def zygote_pid(self) -> int:
+        """Process id of the zygote, whose children are the workers. 0 before `start`."""
+        return self._zygote.pid if self._zygote else 0
 
     def measure(self, encoded: Encoded, param: str) -> Future[tuple[int, int]]:
         """Read (width, height) after EXIF rotation from the header.
@@ -160,8 +165,12 @@ class PicturePool:
         """Run tasks with a worker until the pool is closed."""
         worker: Worker | None = None
         while True:
-            with contextlib.suppress(ServerUnavailableError):  # the next task tries again
+            try:
                 worker = self._usable(worker)
+            except ServerUnavailableError:
+                worker = None  # the next task tries again
+            except ToolkitError:
+                return  # `_fail` has reported it
             if (task := self._next()) is None:
                 return
             worker = self._run(worker, task)
@@ -227,14 +236,15 @@ class PicturePool:
         with self._zygote_lock:
             if self._is_closed:
                 raise _closed()
-            if self._zygote is None or self._zygote.is_lost:
-                self._zygote = self._start_zygote(self._zygote)
+            if self._zygote is not None and self._zygote.is_lost:
+                self._zygote.close()
+                self._zygote = None
+            if self._zygote is None:
+                self._zygote = self._start_zygote()
             return self._zygote
 
-    def _start_zygote(self, old: Zygote | None) -> Zygote:
+    def _start_zygote(self) -> Zygote:
         """Start a zygote, unless the last few have ended too soon."""
-        if old is not None:
-            old.close()
         now = time.monotonic()
         if len(self._starts) == MAX_STARTS and now - self._starts[0] < START_WINDOW:
             error = ServerUnavailableError(

@@ -64,7 +64,8 @@ class Worker:
 
     @property
     def has_ended(self) -> bool:
-        return self._channel.has_ended
+        """True if the process has ended, or will because its zygote has."""
+        return self._channel.has_ended or self._zygote.is_lost
 
     def ask(self, job: Job, data: bytes, timeout: float) -> tuple[Done | Refused, bytes]:
         """Return the answer and its pixels. Raises TimeoutError and WorkerLostError.

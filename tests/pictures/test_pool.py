@@ -1,0 +1,342 @@
+"""Processes that decode pictures: limits, crashes, and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from PIL import Image
+
+from tests.pictures.samples import QWEN, as_file, gradient, saved, tiff_with_a_tile
+from tests.server import until
+from toolkit.errors import EngineError, InvalidRequestError, ServerUnavailableError
+from toolkit.framing import frame
+from toolkit.pictures import pool as pool_module
+from toolkit.pictures import processes
+from toolkit.pictures.messages import Channel, Done, Job, Refused
+from toolkit.pictures.pool import PicturePool
+from toolkit.pictures.processes import Worker, WorkerLostError
+from toolkit.pictures.settings import PictureLimits
+from toolkit.pictures.sources import from_image
+
+PICTURE = as_file(saved(gradient(80, 60)))
+ROOT = Path(__file__).parents[2]
+
+
+def zygotes() -> list[psutil.Process]:
+    return [
+        one
+        for one in psutil.Process().children()
+        if one.status() != psutil.STATUS_ZOMBIE and "toolkit.pictures.zygote" in one.cmdline()
+    ]
+
+
+def workers_of(pool: PicturePool) -> list[psutil.Process]:
+    """Return the workers, when all have started."""
+    pool.wait_ready()
+    zygote = psutil.Process(pool.zygote_pid)
+    until(lambda: len(living(zygote.children())) == 2)
+    return living(zygote.children())
+
+
+def living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    found = []
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
+
+
+@contextlib.contextmanager
+def stopped(pool: PicturePool) -> Iterator[list[psutil.Process]]:
+    """Stop the workers meanwhile, so that pictures are in flight."""
+    workers = workers_of(pool)
+    for one in workers:
+        one.suspend()
+    try:
+        yield workers
+    finally:
+        for one in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.resume()
+
+
+def in_flight(pool: PicturePool, count: int) -> list[Future]:
+    futures = [pool.process(PICTURE, f"picture {n}") for n in range(count)]
+    until(lambda: sum(one.running() for one in futures) == min(count, 2))
+    return futures
+
+
+def test_pictures_are_decoded_from_any_thread(pool: PicturePool) -> None:
+    expected = pool.process(PICTURE, "here").result(30)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(pool.process(PICTURE, "here").result(30)))
+        for _ in range(8)
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert found == [expected] * 8
+
+
+async def test_pictures_are_decoded_for_an_event_loop(pool: PicturePool) -> None:
+    futures = [asyncio.wrap_future(pool.process(PICTURE, "here")) for _ in range(4)]
+    assert len({one.data for one in await asyncio.gather(*futures)}) == 1
+
+
+def test_sizes_are_measured_before_pictures_that_wait(pool: PicturePool) -> None:
+    order = []
+    with stopped(pool):
+        futures = in_flight(pool, 6)
+        measured = [pool.measure(PICTURE, "here") for _ in range(2)]
+        for one in [*futures, *measured]:
+            one.add_done_callback(order.append)
+    wait([*futures, *measured], 30)
+    assert all(order.index(one) < 5 for one in measured)
+
+
+def test_killed_worker_fails_only_its_picture(pool: PicturePool) -> None:
+    with stopped(pool) as workers:
+        futures = in_flight(pool, 6)
+        workers[0].kill()
+    wait(futures, 30)
+    failed = [one for one in futures if one.exception()]
+    assert len(failed) == 1
+    error = failed[0].exception()
+    assert isinstance(error, InvalidRequestError)
+    assert error.message == (
+        f"picture {futures.index(failed[0])} cannot be decoded: the process that decoded it was "
+        "ended by SIGKILL"
+    )
+    assert workers[0].pid not in {one.pid for one in workers_of(pool)}
+
+
+def test_idle_worker_that_died_is_replaced(pool: PicturePool) -> None:
+    workers = workers_of(pool)
+    for one in workers:
+        one.kill()
+    until(lambda: not living(workers))
+    futures = [pool.process(PICTURE, "here") for _ in range(4)]
+    assert all(one.result(30) for one in futures)
+
+
+def test_dead_zygote_is_replaced_and_pictures_decoded(pool: PicturePool) -> None:
+    old = workers_of(pool)
+    with stopped(pool):
+        futures = in_flight(pool, 4)
+        os.kill(pool.zygote_pid, signal.SIGKILL)
+        assert all(one.result(30) for one in futures)
+    assert not {one.pid for one in old} & {one.pid for one in workers_of(pool)}
+
+
+def test_zygote_is_not_started_for_ever(
+    own_pool: Callable[..., PicturePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "MAX_STARTS", 1)
+    pool = own_pool()
+    workers_of(pool)
+    os.kill(pool.zygote_pid, signal.SIGKILL)
+    with pytest.raises(ServerUnavailableError, match=r"ended 1 times within 10 minutes"):
+        pool.process(PICTURE, "here").result(30)
+    monkeypatch.setattr(pool_module, "START_WINDOW", 0.0)
+    assert pool.process(PICTURE, "here").result(30)
+
+
+def test_stopped_worker_is_killed_at_the_time_limit(own_pool: Callable[..., PicturePool]) -> None:
+    pool = own_pool(timeout=0.5, max_pixels=1_000_000)
+    with stopped(pool):
+        futures = in_flight(pool, 3)
+        wait(futures, 30)
+    errors = [one.exception() for one in futures]
+    assert [getattr(one, "message", None) for one in errors] == [
+        "picture 0 takes longer than 0.5 seconds to decode",
+        "picture 1 takes longer than 0.5 seconds to decode",
+        None,
+    ]
+    bomb = pool.process(as_file(tiff_with_a_tile(2**15)), "here")
+    with pytest.raises(InvalidRequestError, match=r"needs more than \d+ MiB of memory|damaged"):
+        bomb.result(30)
+    with pytest.raises(InvalidRequestError, match=r"2000 x 600 pixels; at most 1,000,000"):
+        pool.process(from_image(Image.new("RGB", (2000, 600))), "here").result(30)
+
+
+def test_cancelled_pictures_leave_the_queue(pool: PicturePool) -> None:
+    with stopped(pool):
+        futures = in_flight(pool, 2)
+        waiting = as_file(bytes(PICTURE.data))
+        gone = weakref.ref(waiting)
+        future = pool.process(waiting, "here")
+        del waiting
+        assert future.cancel()
+        with pytest.raises(CancelledError):
+            future.result()
+        del future
+        gc.collect()
+        assert gone() is None
+    assert all(one.result(30) for one in futures)
+
+
+def test_memory_of_a_large_picture_is_given_back(pool: PicturePool) -> None:
+    large = as_file(saved(Image.new("L", (8000, 8000), 200), compress_level=1))
+    assert len(large.data) < 2**20
+    before = sum(one.memory_info().rss for one in workers_of(pool))
+    assert pool.process(large, "here").result(60).width == 8000
+    until(lambda: sum(one.memory_info().rss for one in workers_of(pool)) < before + 2**27)
+
+
+def test_worker_has_nothing_that_it_does_not_need(
+    own_pool: Callable[..., PicturePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_SERVER", "1")
+    pool = own_pool()
+    worker = workers_of(pool)[0]
+    folder = Path(f"/proc/{worker.pid}")
+    until(lambda: worker.nice() > psutil.Process().nice())
+    until(lambda: len(list((folder / "fd").iterdir())) == 4)
+    files = [os.readlink(one) for one in sorted((folder / "fd").iterdir())]
+    assert files[:3] == ["/dev/null"] * 3
+    assert files[3].startswith("socket:")
+    assert b"SECRET" not in (folder / "environ").read_bytes()
+    assert worker.num_threads() == 1
+    limits = {
+        kind: resource.prlimit(worker.pid, kind)
+        for kind in (
+            resource.RLIMIT_CORE,
+            resource.RLIMIT_FSIZE,
+            resource.RLIMIT_NPROC,
+            resource.RLIMIT_AS,
+        )
+    }
+    until(lambda: resource.prlimit(worker.pid, resource.RLIMIT_AS)[1] < 2**32)
+    assert limits[resource.RLIMIT_CORE] == limits[resource.RLIMIT_FSIZE] == (0, 0)
+    assert limits[resource.RLIMIT_NPROC] == (0, 0)
+    assert psutil.Process(pool.zygote_pid).memory_info().rss < 200 * 2**20
+
+
+PARENT = """
+import sys, time
+from tests.pictures.samples import QWEN
+from toolkit.pictures.pool import PicturePool
+from toolkit.pictures.settings import PictureLimits
+pool = PicturePool(QWEN, PictureLimits())
+pool.start()
+if sys.argv[1] == "ready":
+    pool.wait_ready()
+print(pool.zygote_pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("moment", ["import", "ready", "busy"])
+def test_no_process_outlives_the_server(moment: str) -> None:
+    command = [sys.executable, "-c", PARENT, "import" if moment == "import" else "ready"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True
+    ) as server:
+        assert server.stdout is not None
+        zygote = psutil.Process(int(server.stdout.readline()))
+        if moment != "import":
+            until(lambda: len(zygote.children()) == 2)
+        family = [zygote, *zygote.children()]
+        if moment == "busy":
+            for one in family[1:]:
+                one.suspend()
+        server.kill()
+    until(lambda: not living(family))
+
+
+def test_close_ends_all_and_fails_what_is_left(own_pool: Callable[..., PicturePool]) -> None:
+    pool = own_pool()
+    with stopped(pool) as workers:
+        futures = in_flight(pool, 4)
+        pool.close()
+        until(lambda: not living(workers))
+    for one in [*futures, pool.process(PICTURE, "here")]:
+        assert isinstance(one.exception(0), ServerUnavailableError)
+    with pytest.raises(ServerUnavailableError):
+        pool.wait_ready()
+
+
+def test_processor_that_cannot_be_made_is_reported() -> None:
+    settings = msgspec.structs.replace(QWEN, fields=QWEN.fields | {"size": {"sides": 3}})
+    pool = PicturePool(settings, PictureLimits())
+    pool.start()
+    future = pool.process(PICTURE, "here")
+    with pytest.raises(EngineError, match="image processor of the model cannot be used"):
+        pool.wait_ready()
+    assert isinstance(future.exception(30), EngineError)
+    assert isinstance(pool.measure(PICTURE, "here").exception(0), EngineError)
+    pool.close()
+
+
+def test_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.sys, "executable", "/bin/false")
+    pool = PicturePool(QWEN, PictureLimits())
+    pool.start()
+    with pytest.raises(ServerUnavailableError, match=r"ended 4 times within 10 .*exit code 1"):
+        pool.wait_ready()
+    pool.close()
+
+
+JOB = Job("file", 0)
+
+
+def answered(message: bytes, job: Job = JOB) -> tuple[Done | Refused, bytes]:
+    """Ask a worker that sends these bytes."""
+    ours, theirs = socket.socketpair()
+    with theirs, ours:
+        theirs.sendall(message)
+        theirs.shutdown(socket.SHUT_WR)
+        return Worker(0, Channel(ours), None).ask(job, b"", 5.0)
+
+
+def encoded(message: msgspec.Struct) -> bytes:
+    return frame(msgspec.msgpack.encode(message))
+
+
+def test_answer_of_a_worker_is_read() -> None:
+    done = Done(1, 2, (1,), (2, 3), "uint8", 6)
+    assert answered(encoded(done) + b"pixels") == (done, b"pixels")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xff" * 8,
+        frame(b"not msgpack"),
+        encoded(JOB),
+        encoded(Done(0, 2, (1,), (2, 3), "uint8", 6)) + b"pixels",
+        encoded(Done(1, 2, (1,), (2, 3), "uint8", 6)) + b"pix",
+        encoded(Done(1, 2, (1,), (2, 3), "uint8", 7)) + b"pixels.",
+        encoded(Done(1, 2, (1,), (2, 3), "float32", 6)) + b"pixels",
+        encoded(Done(1, 2, (1,), (-2, -3), "uint8", 6)) + b"pixels",
+        encoded(Done(1, 2, (1,), (2**29,), "uint8", 2**29)),
+    ],
+    ids=[
+        "nothing", "length", "garbage", "other message", "width", "short", "long", "type",
+        "negative", "huge",
+    ],
+)  # fmt: skip
+def test_answer_that_is_wrong_ends_the_worker(message: bytes) -> None:
+    with pytest.raises(WorkerLostError):
+        answered(message)
