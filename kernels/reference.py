@@ -617,6 +617,16 @@ def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
                 logits[entry, token] = -torch.inf
 
 
+def rotate_(heads: Tensor, cos_sin: Tensor) -> None:
+    """Rotate pairs (i, i + size / 2) of heads, in place, in fp32.
+
+    heads: `[num_tokens, ..., size]`, may be strided; cos_sin: fp32 `[num_tokens, 2, size / 2]`."""
+    extra = [1] * (heads.dim() - 2)
+    cos, sin = (one.view(len(heads), *extra, -1) for one in cos_sin.unbind(1))
+    first, second = heads.float().chunk(2, -1)
+    heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
 def expand_inputs(
     rows: Tensor,
     query_start_loc: Tensor,
@@ -627,6 +637,7 @@ def expand_inputs(
     out: tuple[Tensor, Tensor, Tensor],
     adapters: tuple[Tensor, Tensor] | None = None,
     ahead: int = 0,
+    shifts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write (token ids, positions, cache slots), each `[num_tokens]`, of a step's packed tokens.
 
@@ -634,10 +645,13 @@ def expand_inputs(
     tokens, its last ones; query_start_loc: `[num_reqs + 1]`; token_ids: `[num_rows, max_len]`;
     block_table: `[num_rows, max_blocks]`. Tokens past the last request are padding: id 0, position
     0, slot -1. adapters: `[num_reqs]`, copied to their tokens `[num_tokens]`; padding has -1.
-    ahead: the ids are those of the tokens so many positions later."""
+    ahead: the ids are those of the tokens so many positions later. shifts: `[num_rows]`, added to
+    the positions of their tokens `[num_tokens]`; padding has 0."""
     ids, positions, slots = out
     if adapters is not None:
         adapters[1].fill_(-1)
+    if shifts is not None:
+        shifts[1].fill_(0)
     for x, padding in ((ids, 0), (positions, 0), (slots, -1)):
         x.fill_(padding)
     bounds = query_start_loc.tolist()
@@ -646,6 +660,8 @@ def expand_inputs(
         if adapters is not None:
             adapters[1][begin:end] = adapters[0][request]
         position = torch.arange(seq_len - (end - begin), seq_len, device=token_ids.device)
+        if shifts is not None:
+            shifts[1][begin:end] = position + shifts[0][row]
         ids[begin:end] = token_ids[row, position + ahead]
         positions[begin:end] = position
         slots[begin:end] = (

@@ -25,6 +25,9 @@ class Kernels:
         self.rms_norm_rows = reference.rms_norm_rows
         self.soft_cap_ = reference.soft_cap_
 
+        # Towers
+        self.rotate_ = reference.rotate_
+
         # Sampling
         self.penalize = plain.penalize
         self.mask_logits = plain.mask_logits
@@ -126,6 +129,7 @@ class TritonKernels(Kernels):
         self.qk_norm_rope_write = rotary.qk_norm_rope_write
         self.paged_attention = attention.paged_attention
         self.decode_attention = attention.decode_attention
+        self.rotate_ = rotary.rotate_
 
         # Sampling
         self.penalize = self.penalize_in_graph = penalties.penalize

@@ -36,6 +36,7 @@ class Feature(msgspec.Struct, frozen=True):
 
     digest: bytes
     runs: tuple[tuple[int, int], ...] = ()  # (position of the first token, number of tokens)
+    grid: tuple[int, int] = (0, 0)  # rows and columns of a picture's tokens
     both_ways: bool = False  # its tokens see each other, so that a step has all of a run
 
     @property

@@ -33,6 +33,7 @@ def expand_inputs(
     out: tuple[Tensor, Tensor, Tensor],
     adapters: tuple[Tensor, Tensor] | None = None,
     ahead: int = 0,
+    shifts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     starts, lens = query_start_loc.numpy(), seq_lens.numpy()
     total, num_tokens = int(starts[-1]), len(out[0])
@@ -53,6 +54,10 @@ def expand_inputs(
         of_tokens = adapters[1].numpy()
         of_tokens[:total] = adapters[0].numpy()[request]
         of_tokens[total:] = -1
+    if shifts is not None:
+        shifted = shifts[1].numpy()
+        shifted[:total] = position + shifts[0].numpy()[own]
+        shifted[total:] = 0
 
 
 def locate_points(

@@ -24,6 +24,7 @@ def expand_inputs(
     out: tuple[Tensor, Tensor, Tensor],
     adapters: tuple[Tensor, Tensor] | None = None,
     ahead: int = 0,
+    shifts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Compute `reference.expand_inputs`. Slots are int64, everything else int32."""
     num_tokens = out[0].shape[0]
@@ -35,6 +36,7 @@ def expand_inputs(
         block_table,
         *out,
         *(adapters or (rows, rows)),
+        *(shifts or (rows, rows)),
         rows.shape[0],
         num_tokens,
         token_ids.stride(0),
@@ -42,6 +44,7 @@ def expand_inputs(
         BLOCK_SIZE=block_size,
         ADAPTED=adapters is not None,
         AHEAD=ahead,
+        SHIFTED=shifts is not None,
         TOKENS=TOKENS,
         REQUESTS=REQUESTS,
         num_warps=4,
@@ -70,6 +73,8 @@ def _expand_kernel(
     out_slot_ptr,
     adapter_ptr,
     out_adapter_ptr,
+    shift_ptr,
+    out_shifted_ptr,
     num_reqs,
     num_tokens,
     token_stride,
@@ -77,6 +82,7 @@ def _expand_kernel(
     BLOCK_SIZE: tl.constexpr,
     ADAPTED: tl.constexpr,
     AHEAD: tl.constexpr,
+    SHIFTED: tl.constexpr,
     TOKENS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -102,6 +108,9 @@ def _expand_kernel(
     if ADAPTED:
         adapter = tl.load(adapter_ptr + request, mask=live, other=-1)
         tl.store(out_adapter_ptr + token, adapter, mask=stored)
+    if SHIFTED:
+        shift = tl.load(shift_ptr + row, mask=live, other=0)
+        tl.store(out_shifted_ptr + token, position + shift, mask=stored)
 
 
 @triton.jit

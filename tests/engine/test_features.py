@@ -45,21 +45,21 @@ def asked(features: Features) -> list[tuple[int, bytes]]:
 
 def test_a_request_waits_for_all_of_its_features(features: Any):
     one, other = Waiting(A, B), Waiting(B, client=1)
-    features.add(one)
-    features.add(other)
+    features.add(one, one.spec.features)
+    features.add(other, other.spec.features)
     assert sorted(asked(features)) == [(0, A), (0, B)]
     features.receive(B, 0, b"second")
     assert features.pop_ready() == [other]
     features.receive(A, 0, b"first")
     assert features.pop_ready() == [one]
     assert features.data == {A: b"first", B: b"second"}
-    features.add(late := Waiting(A, A))
+    features.add(late := Waiting(A, A), late.spec.features)
     assert (features.pop_ready(), asked(features)) == ([late], [])
 
 
 def test_bytes_stay_until_the_last_request_ends(features: Any):
     for one in (requests := [Waiting(A), Waiting(A)]):
-        features.add(one)
+        features.add(one, one.spec.features)
     features.receive(A, 0, b"x")
     features.leave(requests[0])
     assert features.data == {A: b"x"}
@@ -71,8 +71,8 @@ def test_bytes_stay_until_the_last_request_ends(features: Any):
 
 def test_another_client_is_asked_when_the_first_has_none(features: Any):
     first, second = Waiting(A), Waiting(A, client=1)
-    features.add(first)
-    features.add(second)
+    features.add(first, first.spec.features)
+    features.add(second, second.spec.features)
     assert asked(features) == [(0, A)]
     features.receive(A, 0, None)
     assert [request for request, _ in features.pop_failed()] == [first]
@@ -83,8 +83,8 @@ def test_another_client_is_asked_when_the_first_has_none(features: Any):
 
 def test_another_client_is_asked_when_the_first_has_exited(features: Any):
     first, second = Waiting(A), Waiting(A, client=1)
-    features.add(first)
-    features.add(second)
+    features.add(first, first.spec.features)
+    features.add(second, second.spec.features)
     features.pop_asks()
     first.is_finished = True
     features.forget_client(0)

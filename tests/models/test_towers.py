@@ -28,7 +28,7 @@ _TEXT = {
 }  # fmt: skip
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _QWEN_TOWER = {
-    "depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4,
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "patch_size": 4,
     "temporal_patch_size": 2, "spatial_merge_size": 2,
 }  # fmt: skip
 _TOWER = {
@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2VL",
         {
             "text_config": _TEXT | {"rope_parameters": _AXES, "tie_word_embeddings": False},
-            "vision_config": _QWEN_TOWER | {"hidden_size": 32, "mlp_ratio": 2},
+            "vision_config": _QWEN_TOWER | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
             "tie_word_embeddings": False,
         } | _IDS,
     ),

@@ -5,6 +5,7 @@ from toolkit.attention.backend import (
     AttentionBatch,
     AttentionShape,
     Backends,
+    FeatureRows,
     HeadTransform,
     choose_backend,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionBatch",
     "AttentionShape",
     "Backends",
+    "FeatureRows",
     "HeadNorm",
     "HeadTransform",
     "choose_backend",

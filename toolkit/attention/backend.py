@@ -14,6 +14,15 @@ from toolkit.errors import ConfigError
 from toolkit.kernels.reference import HeadNorm
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureRows:
+    """Embeddings of tokens that stand for features."""
+
+    tokens: torch.Tensor  # [n] int64, of the step
+    rows: torch.Tensor
+    """[n, hidden · (1 + levels)]: an embedding, and what the first layers add to the residual."""
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """A step's tokens and requests. Tokens are packed, request after request.
@@ -43,6 +52,9 @@ class AttentionBatch:
     """Requests have their newest token and drafts, up to `max_query_len` in all, and no prompt."""
     is_adapted: bool = False  # some requests have LoRA adapters
     order: torch.Tensor | None = None  # [num_reqs], requests by descending context length
+    rope_positions: torch.Tensor | None = None
+    """[num_tokens] or [3, num_tokens], positions for the rotation. None: `positions`."""
+    features: FeatureRows | None = None  # in a step with tokens of features
     rope: tuple[torch.Tensor, ...] = ()
     """Cosines and sines of each token, [num_tokens, 2, rotary_size / 2], by kind of rotation.
 

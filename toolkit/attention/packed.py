@@ -28,15 +28,31 @@ class LengthGroup:
     tokens: torch.Tensor  # [num_real], packed tokens of these entries
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Runs of packed tokens that attend to each other. Tensors are on the device."""
+
+    starts: torch.Tensor  # [num_segments + 1] int32
+    longest: int
+    groups: list[LengthGroup]  # empty where PyTorch attends over packed tokens
+
+    @classmethod
+    def of(cls, lengths: IntArray, device: torch.device, dtype: torch.dtype) -> Segments:
+        starts = np.concatenate(([0], lengths.cumsum()))
+        return cls(
+            starts=on_device(device, starts.astype(np.int32)),
+            longest=int(lengths.max()),
+            groups=[] if _has_varlen(device, dtype) else _groups(lengths, starts[:-1], device),
+        )
+
+
 @dataclass(slots=True)
 class PackedBatch:
     """The packed prompts of a step. Tensors are on the device."""
 
     positions: torch.Tensor  # [num_tokens] int64, position of each token in its prompt
     token_types: torch.Tensor  # [num_tokens] int64, 1 in a prompt's second text, else 0
-    starts: torch.Tensor  # [num_prompts + 1] int32
-    lengths: IntArray  # [num_prompts], on the host
-    groups: list[LengthGroup]  # empty where PyTorch attends over packed prompts
+    prompts: Segments
 
     @classmethod
     def of(
@@ -49,33 +65,31 @@ class PackedBatch:
         second = second_texts[prompt]
         types = ((second > 0) & (positions >= second)).astype(np.int64)
         return cls(
-            positions=_to(device, positions),
-            token_types=_to(device, types),
-            starts=_to(device, starts.astype(np.int32)),
-            lengths=lengths,
-            groups=[] if _has_varlen(device, dtype) else _groups(lengths, starts[:-1], device),
+            positions=on_device(device, positions),
+            token_types=on_device(device, types),
+            prompts=Segments.of(lengths, device, dtype),
         )
 
 
-def attend(qkv: torch.Tensor, batch: PackedBatch, num_heads: int) -> torch.Tensor:
-    """Attend from every token of a prompt to all of them, scaled by head_size ** -0.5.
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments
+) -> torch.Tensor:
+    """Attend from every token of a segment to all of them, scaled by head_size ** -0.5.
 
-    qkv: [num_tokens, 3 · num_heads · head_size]. Returns [num_tokens, num_heads · head_size]."""
-    qkv = qkv.view(len(qkv), 3, num_heads, -1)
-    if _has_varlen(qkv.device, qkv.dtype):
+    query, key, value, and the result: [num_tokens, num_heads, head_size]."""
+    if _has_varlen(query.device, query.dtype):
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = int(batch.lengths.max())
-        query, key, value = qkv.unbind(1)
-        packed = varlen_attn(query, key, value, batch.starts, batch.starts, longest, longest)
+        starts, longest = segments.starts, segments.longest
+        packed = varlen_attn(query, key, value, starts, starts, longest, longest)
         assert isinstance(packed, torch.Tensor), "no auxiliary output was requested"
-        return packed.flatten(1)
-    out = torch.empty_like(qkv[:, 0])
-    for group in batch.groups:
-        query, key, value = qkv[group.index].permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask)
+        return packed
+    out = torch.empty_like(query)
+    for group in segments.groups:
+        q, k, v = (one[group.index].transpose(1, 2) for one in (query, key, value))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
         out[group.tokens] = attended.transpose(1, 2).flatten(0, 1)[group.real]
-    return out.flatten(1)
+    return out
 
 
 def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
@@ -93,19 +107,19 @@ def _groups(lengths: IntArray, starts: IntArray, device: torch.device) -> list[L
         place = np.arange(longest)
         is_real = place < lengths[which, None]
         index = starts[which, None] + np.minimum(place, lengths[which, None] - 1)
-        mask = None if is_real.all() else _to(device, is_real[:, None, None, :])
+        mask = None if is_real.all() else on_device(device, is_real[:, None, None, :])
         groups.append(
             LengthGroup(
-                _to(device, index),
+                on_device(device, index),
                 mask,
-                _to(device, np.flatnonzero(is_real)),
-                _to(device, index[is_real]),
+                on_device(device, np.flatnonzero(is_real)),
+                on_device(device, index[is_real]),
             )
         )
     return groups
 
 
-def _to(device: torch.device, array: npt.NDArray[np.generic]) -> torch.Tensor:
+def on_device(device: torch.device, array: npt.NDArray[np.generic]) -> torch.Tensor:
     """Return a copy on the device, without waiting for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

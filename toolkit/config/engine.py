@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -412,6 +414,68 @@ def _adapters(modules: Iterable[str]) -> dict[str, _Module]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PictureConfig:
+    """Pictures in prompts."""
+
+    limit_mm_per_prompt: str = option(
+        "image=4",
+        "Most pictures in one prompt, as image=4 or in JSON. image=0: the model reads text alone, "
+        "and its tower takes no memory.",
+        metavar="image=N",
+        subject="Pictures",
+    )
+    mm_cache_gib: float = option(
+        1.0,
+        "Memory for encoded pictures in GiB, at least that of the largest. Requests with the same "
+        "picture share it.",
+        minimum=0.0,
+        maximum=MAX_GIB,
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "Settings that replace those of the model's image processor, as a JSON object such as "
+        '{"max_pixels": 1003520}.',
+        metavar="JSON",
+    )
+    allowed_local_media_path: str | None = option(
+        None,
+        "Folder below which file: URLs of pictures may be. Default: there are none.",
+        metavar="FOLDER",
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "Host whose pictures may be fetched by http and https. A leading dot allows all below it. "
+        "May be repeated. Default: none; data: URLs always work.",
+        metavar="HOST",
+    )
+
+    def __post_init__(self) -> None:
+        check_all(self)
+        self._parse()
+
+    @property
+    def most_pictures(self) -> int:
+        """Most pictures in one prompt."""
+        return self._parse()
+
+    def _parse(self) -> int:
+        text, found = self.limit_mm_per_prompt.strip(), None
+        if text.startswith("{"):
+            with suppress(ValueError):
+                found = json.loads(text)
+        elif text.startswith("image=") and text.removeprefix("image=").isdecimal():
+            found = {"image": int(text.removeprefix("image="))}
+        number = found.get("image") if isinstance(found, dict) and len(found) == 1 else None
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= 1024:
+            raise ConfigError(
+                f'--limit-mm-per-prompt must be like image=4 or {{"image": 4}}, at most 1024; '
+                f"got {text!r}.",
+                param="limit_mm_per_prompt",
+            )
+        return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All engine settings."""
 
@@ -422,6 +486,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     plugins: PluginConfig = field(default_factory=PluginConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    pictures: PictureConfig = field(default_factory=PictureConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     @classmethod

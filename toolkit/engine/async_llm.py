@@ -5,6 +5,8 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +21,11 @@ from toolkit.engine.cores.pool import Core, CorePool
 from toolkit.engine.cores.replica import Query, Replica, lost_core_error
 from toolkit.engine.cores.router import Router
 from toolkit.engine.front.adapters import AdapterRegistry
-from toolkit.engine.front.features import FeatureStore
-from toolkit.engine.front.input_processor import InputProcessor, Prompt
+from toolkit.engine.front.features import FeatureSource, FeatureStore
+from toolkit.engine.front.input_processor import InputProcessor, Prepared, Prompt
 from toolkit.engine.front.observation import observe_step
 from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, SequenceState
+from toolkit.engine.front.pictures import Picture, make_pictures, pictures_in, require_sight
 from toolkit.engine.front.request_stats import (
     current_stats,
     observe_first_token,
@@ -143,7 +146,9 @@ class AsyncLLM:
             await self.cores.stop_watching()
             self.cores.kill()
             raise
-        self._use_cores(InputProcessor(folder, loaded, smallest_core(infos)))
+        info = smallest_core(infos)
+        pictures = make_pictures(info.sight, self.config.pictures)
+        self._use_cores(InputProcessor(folder, loaded, info, pictures))
         for replica in self.replicas:
             self.cores.watch(replica.index)
 
@@ -190,10 +195,10 @@ class AsyncLLM:
         adapter: Adapter | None = None,
     ) -> RequestStream:
         """Start a request. Raises InvalidRequestError, or EngineDeadError if no core will run."""
-        text, request = await self.prepare(
+        prepared = await self.prepare(
             prompt, params, request_id=request_id, priority=priority, adapter=adapter
         )
-        return self.start_request(request, text)
+        return self.start_request(prepared.request, prepared.text, prepared.features)
 
     async def prepare(
         self,
@@ -203,8 +208,9 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         adapter: Adapter | None = None,
-    ) -> tuple[str | None, EngineRequest]:
-        """Return (the prompt if it is text, the request). Raises InvalidRequestError."""
+    ) -> Prepared:
+        """Return the request of a prompt. Raises InvalidRequestError."""
+        pictures = await self._pictures_of(prompt)
         process = partial(
             self._inputs.process,
             prompt,
@@ -212,6 +218,7 @@ class AsyncLLM:
             request_id=request_id,
             priority=priority,
             adapter=adapter,
+            pictures=pictures,
         )
         is_long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
         if is_long or params.structured_outputs is not None:  # checking a grammar can be slow
@@ -222,9 +229,9 @@ class AsyncLLM:
         self,
         request: EngineRequest,
         text: str | None = None,
-        features: Mapping[bytes, bytes] = MappingProxyType({}),
+        features: Mapping[bytes, FeatureSource] = MappingProxyType({}),
     ) -> RequestStream:
-        """Start a checked request. `features`: bytes of those of its spec, by digest.
+        """Start a checked request. `features`: sources of those of its spec, by digest.
 
         Raises EngineDeadError if no core will run again."""
         if self.fatal_error is not None:
@@ -254,6 +261,16 @@ class AsyncLLM:
         if stats is not None:
             stats.streams.append(stream)
         return stream
+
+    async def _pictures_of(self, prompt: Prompt) -> list[Picture]:
+        """Return the pictures of a prompt, once their sizes are known."""
+        images = pictures_in(prompt)
+        if not images:
+            return []
+        pictures = require_sight(self._inputs.pictures)
+        pictures.require_number(len(images), "prompt")
+        measured = [pictures.take(one, "multi_modal_data") for one in images]
+        return [await asyncio.wrap_future(one) for one in measured]
 
     async def generate(
         self,
@@ -448,6 +465,8 @@ class AsyncLLM:
         await self.cores.stop_watching()
         self._fail_all(self.fatal_error or EngineDeadError("The engine was shut down."))
         await self.cores.stop()
+        if self._inputs.pictures is not None:
+            await asyncio.to_thread(self._inputs.pictures.close)
 
     # ---- what happens to cores (`cores.pool.CoreEvents`)
 
@@ -456,14 +475,31 @@ class AsyncLLM:
         if isinstance(message, EngineOutputs):
             self.handle_outputs(message, replica)
         elif isinstance(message, NeedFeature):
-            data = self._features.find(message.digest)
-            answer = GiveFeature(message.digest, self._client, data is not None)
-            self.replicas[core.index].link.send(answer, data)
+            self._give_feature(replica.link, message.digest)
         elif isinstance(message, PrefixCacheCleared):
             if self._router is not None:
                 self._router.clear_prefixes(core.index)
         else:
             replica.handle(message)
+
+    def _give_feature(self, link: CoreLink, digest: bytes) -> None:
+        """Send a core the bytes of a feature once they are loaded."""
+        loading, loop = self._features.load(digest), asyncio.get_running_loop()
+        if loading is None:
+            link.send(GiveFeature(digest, self._client, False))
+            return
+
+        def give(done: Future[bytes]) -> None:
+            if (error := done.exception()) is not None:
+                link.send(GiveFeature(digest, self._client, False, str(error)))
+            else:
+                link.send(GiveFeature(digest, self._client, True), done.result())
+
+        def call(done: Future[bytes]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(give, done)
+
+        loading.add_done_callback(call)
 
     def on_failed(self, cores: Sequence[Core]) -> int:
         """Move the requests of dead cores, whose replacements are starting, to the ready cores.

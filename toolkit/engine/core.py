@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
+import msgspec
 import numpy as np
 
 from toolkit.config import EngineConfig
@@ -41,12 +42,15 @@ from toolkit.scheduler import (
     StepResult,
     StepResults,
 )
-from toolkit.scheduler.output import IntArray, record_length
+from toolkit.scheduler.output import Encode, IntArray, record_length
 from toolkit.scheduler.stats import EngineStats
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.worker.operations import LoadAdapter, UnloadAdapter
 
 logger = logging.getLogger(__name__)
+
+MOST_ENCODED = 2048
+"""Rows of pictures that one step computes, so that steps stay short; or one picture."""
 
 
 class EngineCore:
@@ -82,10 +86,13 @@ class EngineCore:
             most_drafts=info.most_drafts,
             most_step_drafts=info.most_step_drafts,
             step_times=info.step_times,
+            num_feature_pages=0 if info.sight is None else info.sight.num_pages,
+            most_encoded=MOST_ENCODED,
         )
         in_memory = config.lora.num_in_memory
         self._adapters = AdapterLoads(executor.operate, in_memory, info.adapters[:in_memory])
         self.features = Features()
+        self.scheduler.needs.has_bytes = self.features.require
         self._told_adapters: dict[str, tuple[int, int]] = {}  # in the last statistics with any
         self._random = random.Random(config.model.seed)
         num_stages = config.parallel.pipeline_parallel_size
@@ -234,6 +241,9 @@ class EngineCore:
             result = pending.result()
         except Exception as error:
             return self._messages(self._recover(step, error))
+        for load in step.loads:
+            if isinstance(load, Encode):
+                self.features.drop(load.digest)
         if self._pace is not None:
             self._pace.end()
         if self._steps:
@@ -301,7 +311,7 @@ class EngineCore:
     def _queue(self, request: Request) -> None:
         """Queue a request whose grammar is compiled. What it needs besides comes first."""
         if request.spec.features:
-            self.features.add(request)
+            self.features.add(request, self.scheduler.lacking(request))
         else:
             self._require_adapter(request)
 
@@ -313,6 +323,10 @@ class EngineCore:
             self._adapters.add(request)
 
     def _launch(self, step: SchedulerOutput) -> Pending:
+        for index, load in enumerate(step.loads):
+            if isinstance(load, Encode):
+                data = self.features.data[load.digest]
+                step.loads[index] = msgspec.structs.replace(load, data=data)
         try:
             return self.executor.execute(step)
         except Exception as error:

@@ -6,38 +6,52 @@ from collections.abc import Iterable
 
 from toolkit.engine.messages import NeedFeature
 from toolkit.scheduler import Request
+from toolkit.sequence import Feature
+
+_NOT_FOUND = "the front end does not have its picture or sound any more"
 
 
 class Features:
     """Has the bytes of each feature while an unfinished request needs them.
 
-    A request waits until those of all its features are here. Of several requests that wait for the
-    same bytes, the front end of the first is asked, once."""
+    A request waits until those that it lacks are here. Of several requests that wait for the same
+    bytes, the front end of the first is asked, once."""
 
     def __init__(self) -> None:
         self.data: dict[bytes, bytes] = {}  # by digest
         self._users: dict[bytes, dict[Request, None]] = {}  # by digest, in order of arrival
         self._missing: dict[Request, set[bytes]] = {}  # digests that each request waits for
+        self._queued: set[Request] = set()  # those of `_missing` that the scheduler has
         self._asked: dict[bytes, int] = {}  # the client that was asked, by digest
         self._asks: list[tuple[int, NeedFeature]] = []
         self._ready: list[Request] = []
         self._failed: dict[Request, str] = {}
 
-    def add(self, request: Request) -> None:
-        """Take a request. `pop_ready` returns it once all bytes are here."""
-        digests = {feature.digest for feature in request.spec.features}
-        for digest in digests:
-            self._users.setdefault(digest, {})[request] = None
-        if missing := digests - self.data.keys():
+    def add(self, request: Request, lacking: Iterable[Feature]) -> None:
+        """Take a request. `pop_ready` returns it once the bytes of those that it lacks are here."""
+        for feature in request.spec.features:
+            self._users.setdefault(feature.digest, {})[request] = None
+        if missing := {feature.digest for feature in lacking} - self.data.keys():
             self._missing[request] = missing
             for digest in missing:
                 self._ask(digest)
         else:
             self._ready.append(request)
 
+    def require(self, request: Request, feature: Feature) -> bool:
+        """Return True if a feature's bytes are here, else ask for them: they were not needed when
+        the request was added."""
+        if feature.digest in self.data:
+            return True
+        self._missing.setdefault(request, set()).add(feature.digest)
+        self._queued.add(request)
+        self._ask(feature.digest)
+        return False
+
     def leave(self, request: Request) -> None:
         """Note that a request has ended."""
         self._missing.pop(request, None)
+        self._queued.discard(request)
         for digest in {feature.digest for feature in request.spec.features}:
             users = self._users.get(digest, {})
             users.pop(request, None)
@@ -46,15 +60,16 @@ class Features:
                 self.data.pop(digest, None)
                 self._asked.pop(digest, None)
 
-    def receive(self, digest: bytes, client: int, data: bytes | None) -> None:
-        """Take a client's answer. None: it has no request with this feature any more."""
+    def receive(self, digest: bytes, client: int, data: bytes | None, error: str = "") -> None:
+        """Take a client's answer. None: it has no request with this feature any more, or `error`
+        is the reason."""
         if self._asked.get(digest) == client:
             del self._asked[digest]
         if data is None:
             waiting = self._waiting_for(digest)
             for request in [one for one in waiting if one.client == client]:
                 del self._missing[request]
-                self._failed[request] = "the front end does not have its picture or sound any more"
+                self._failed[request] = error or _NOT_FOUND
             self._ask(digest)
         elif digest in self._users:
             self.data[digest] = data
@@ -62,7 +77,13 @@ class Features:
                 self._missing[request].remove(digest)
                 if not self._missing[request]:
                     del self._missing[request]
-                    self._ready.append(request)
+                    if request not in self._queued:
+                        self._ready.append(request)
+                    self._queued.discard(request)
+
+    def drop(self, digest: bytes) -> None:
+        """Drop bytes that were used. They are asked for again if they are needed again."""
+        self.data.pop(digest, None)
 
     def forget_client(self, client: int) -> None:
         """Ask other clients for what this one, which has exited, was asked for."""

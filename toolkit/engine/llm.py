@@ -5,6 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, cast
 
 import msgspec
@@ -14,8 +15,22 @@ from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
 from toolkit.engine.front.adapters import AdapterRegistry
-from toolkit.engine.front.input_processor import InputProcessor, Prompt, plain_prompt
+from toolkit.engine.front.features import FeatureStore
+from toolkit.engine.front.input_processor import (
+    InputProcessor,
+    Prepared,
+    Prompt,
+    plain_prompt,
+    require_text,
+)
 from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, RequestState
+from toolkit.engine.front.pictures import (
+    Picture,
+    Pictures,
+    make_pictures,
+    pictures_in,
+    require_sight,
+)
 from toolkit.engine.front.pooled_prompts import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -27,7 +42,7 @@ from toolkit.engine.front.pooled_prompts import (
     as_vector,
 )
 from toolkit.engine.local_files import with_local_files
-from toolkit.engine.messages import Abort, EngineOutputs, EngineRequest
+from toolkit.engine.messages import Abort, EngineOutputs, NeedFeature
 from toolkit.engine.outputs import Delta, RequestOutput
 from toolkit.errors import EngineDeadError, EngineError, InvalidRequestError
 from toolkit.executor import Executor, start_executor
@@ -84,6 +99,8 @@ class LLM:
         self._inputs = InputProcessor(self.folder, self.tokenizer, self.info)
         self._pooling = PoolingProcessor(self._inputs)
         self._outputs = OutputProcessor(self.tokenizer)
+        self._features = FeatureStore()
+        self._loading: dict[bytes, Future[bytes]] = {}  # features that the core asked for
         self._ids = itertools.count()
 
     def generate(
@@ -109,6 +126,7 @@ class LLM:
         adapters = [
             self.adapters.resolve(one) for one in _adapter_per_prompt(lora_request, len(many))
         ]
+        pictures = self._pictures_of(many)
         requests = [
             self._inputs.process(
                 prompt,
@@ -117,11 +135,12 @@ class LLM:
                 priority=priority[i] if priority else 0,
                 is_streamed=False,
                 adapter=adapters[i],
+                pictures=pictures[i],
             )
             for i, (prompt, one) in enumerate(zip(many, params, strict=True))
         ]
         woken: deque[RequestState] = deque()
-        states = [self._submit(request, text, woken) for text, request in requests]
+        states = [self._submit(one, woken) for one in requests]
         collected = {state.id: OutputCollector.of(state) for state in states}
         progress = _Progress(len(requests)) if use_tqdm else None
         failures = []
@@ -189,10 +208,15 @@ class LLM:
         prompt_params = SamplingParams(
             max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids
         )
-        checked = [self._inputs.process(prompt, prompt_params) for prompt in _as_list(prompts)]
+        many = _as_list(prompts)
+        checked = [
+            self._inputs.process(prompt, prompt_params, pictures=pictures)
+            for prompt, pictures in zip(many, self._pictures_of(many), strict=True)
+        ]
+        require_text(checked)
         searches = [
-            BeamSearch(request.spec.prompt_token_ids, params, request.spec.eos_token_ids)
-            for _, request in checked
+            BeamSearch(one.request.spec.prompt_token_ids, params, one.request.spec.eos_token_ids)
+            for one in checked
         ]
         while running := [search for search in searches if not search.is_finished]:
             beams: list[Prompt] = [beam for search in running for beam in search.prompts]
@@ -207,7 +231,7 @@ class LLM:
                 search.best(params.beam_width, self.tokenizer),
                 finished=True,
             )
-            for (text, request), search in zip(checked, searches, strict=True)
+            for (text, request, _), search in zip(checked, searches, strict=True)
         ]
 
     def embed(
@@ -258,7 +282,8 @@ class LLM:
     def _pool(self, inputs: Sequence[PoolingInput]) -> list[Vector]:
         """Return the vectors of prompts, in their order."""
         woken: deque[RequestState] = deque()
-        states = [self._submit(one.request(str(next(self._ids))), None, woken) for one in inputs]
+        asked = [one.request(str(next(self._ids))) for one in inputs]
+        states = [self._submit(Prepared(None, one, {}), woken) for one in asked]
         vectors: dict[str, Vector] = {}
         try:
             for id, delta in self._run(states, woken):
@@ -277,21 +302,22 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> Iterator[Delta]:
         """Complete one prompt and yield the output as it grows. Leaving the loop early ends it."""
-        text, request = self._inputs.process(
+        prepared = self._inputs.process(
             prompt,
             sampling_params or self.get_default_sampling_params(),
             request_id=str(next(self._ids)),
             adapter=self.adapters.resolve(lora_request),
+            pictures=self._pictures_of([prompt])[0],
         )
         woken: deque[RequestState] = deque()
-        state = self._submit(request, text, woken)
+        state = self._submit(prepared, woken)
         try:
             for _, delta in self._run([state], woken):
                 if delta.error is not None:
                     raise EngineError(delta.error)
                 yield delta
         finally:
-            self._abort([request.id])
+            self._abort([state.id])
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """Return the tokens of a conversation in the model's chat template."""
@@ -321,6 +347,8 @@ class LLM:
         """Free the model's memory. Later calls and open streams raise EngineDeadError."""
         self._is_shut_down = True
         self._core.shutdown()
+        if self._inputs.pictures is not None:
+            self._inputs.pictures.close()
 
     def _params_per_prompt(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -339,13 +367,34 @@ class LLM:
         if self._is_shut_down:
             raise EngineDeadError("The engine was shut down.")
 
-    def _submit(
-        self, request: EngineRequest, text: str | None, woken: deque[RequestState]
-    ) -> RequestState:
+    def _pictures_of(self, prompts: Sequence[Prompt]) -> list[list[Picture]]:
+        """Return the pictures of each prompt, once their sizes are known."""
+        measured = []
+        for prompt in prompts:
+            images = pictures_in(prompt)
+            if images:
+                pictures = self._require_sight()
+                pictures.require_number(len(images), "multi_modal_data")
+            measured.append([pictures.take(one, "multi_modal_data") for one in images])
+        return [[one.result() for one in several] for several in measured]
+
+    def _require_sight(self) -> Pictures:
+        """Return what prepares pictures; its processes are started for the first one."""
+        if self._inputs.pictures is None:
+            if isinstance(self._core, SeveralCores):
+                raise InvalidRequestError(
+                    "LLM takes no pictures with data_parallel_size above 1. Use a server."
+                )
+            self._inputs.pictures = make_pictures(self.info.sight, self.config.pictures)
+        return require_sight(self._inputs.pictures)
+
+    def _submit(self, prepared: Prepared, woken: deque[RequestState]) -> RequestState:
         """Submit a request. It is appended to `woken` whenever it has a new delta."""
         self._require_running()
+        request, text, features = prepared.request, prepared.text, prepared.features
         state = self._outputs.add(request, text)
         state.wake = lambda: woken.append(state)
+        self._features.hold(request.id, features)
         self._core.add(request)
         return state
 
@@ -378,6 +427,8 @@ class LLM:
     def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> bool:
         """Run a step. Return True if a sequence has ended."""
         self._require_running()
+        if isinstance(self._core, EngineCore) and self._inputs.pictures is not None:
+            self._give_features(self._core)
         try:
             message = self._core.step()[0]
         except (
@@ -392,9 +443,28 @@ class LLM:
             on_step(message)
         return bool(changes.finished)
 
+    def _give_features(self, core: EngineCore) -> None:
+        """Load the pictures that the core asks for. If no request can run, wait for the next."""
+        for _, message in core.pop_messages():
+            if isinstance(message, NeedFeature):
+                loading = self._features.load(message.digest)
+                if loading is None:
+                    core.features.receive(message.digest, 0, None)
+                else:
+                    self._loading[message.digest] = loading
+        if self._loading and not core.is_running:
+            wait(self._loading.values(), return_when=FIRST_COMPLETED)
+        for digest in [digest for digest, one in self._loading.items() if one.done()]:
+            loaded = self._loading.pop(digest)
+            if (error := loaded.exception()) is not None:
+                core.features.receive(digest, 0, None, str(error))
+            else:
+                core.features.receive(digest, 0, loaded.result())
+
     def _abort(self, ids: list[str]) -> None:
         """End the requests that are still running."""
         for id in ids:
+            self._features.release(id)
             state = self._outputs.remove(id)
             if state is not None and not self._is_shut_down:
                 self._core.abort(Abort(state.unfinished_numbers))

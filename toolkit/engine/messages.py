@@ -88,6 +88,7 @@ class GiveFeature(msgspec.Struct, tag="feature"):
     digest: bytes
     client: int
     is_found: bool
+    error: str = ""  # why it could not be loaded
 
 
 class Stop(msgspec.Struct, tag="stop"):

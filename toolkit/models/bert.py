@@ -34,7 +34,8 @@ class BertLayer(nn.Module):
         self.mlp_norm = layer_norm(config, f"{name}.output.LayerNorm")
 
     def forward(self, x: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        attended = self.attn_out(attend(self.qkv(x), batch, self.num_heads))
+        query, key, value = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
+        attended = self.attn_out(attend(query, key, value, batch.prompts).flatten(1))
         (x,), _ = self.attn_norm(attended, x)
         (x,), _ = self.mlp_norm(self.down(self.up(x)), x)
         return x

@@ -117,7 +117,7 @@ class Decoder(CausalLM):
         # Rounded like the weights, as where the models were trained.
         scale = torch.tensor(description.embed_scale, dtype=self.dtype, device="cpu")
         self._embed_scale = scale.item()
-        self.rope = RotaryTables(description.ropes, max_model_len)
+        self.rope = RotaryTables(description.ropes, max_model_len, description.axes)
         layers = [description.layers[index] for index in _stage_layers(description)]
         before = [None, *chain.from_iterable(layers)]
         steps = [
@@ -146,11 +146,12 @@ class Decoder(CausalLM):
     def forward(
         self, token_ids: torch.Tensor, batch: AttentionBatch, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        batch.rope = self.rope.take(batch.positions)
+        positions = batch.rope_positions
+        batch.rope = self.rope.take(batch.positions if positions is None else positions)
         x = self._embed(token_ids, batch) if hidden is None else hidden
         if self.taps is not None:
             return self._run_tapped(x, batch, self.taps)
-        if self._replay is None:
+        if self._replay is None or batch.features is not None:
             return self._run_layers(x, batch)
         return self._replay(self._run_layers, x, batch)
 
@@ -174,20 +175,33 @@ class Decoder(CausalLM):
         x: torch.Tensor = self.embed(token_ids)
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
+        if (features := batch.features) is not None:
+            x = x.index_copy(0, features.tokens, features.rows[:, : self.hidden_size])
         if self.description.positions is not None:
             x = x + self.embed_positions(batch.positions + self.description.positions.first)
         return x
 
     def _run_layers(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Run this stage's layers, and the norm on the last stage."""
-        steps = list(chain.from_iterable(self._layers()))
-        stream = Stream(x, len(steps) + 1)
+        layers = self._layers()
+        stream = Stream(x, sum(map(len, layers)) + 1)
         wanted = batch.wanted if self.stage.is_last else None
-        for step in steps:
-            step(stream, batch, wanted if step.is_last_to_attend else None)
+        for index, layer in enumerate(layers):
+            for step in layer:
+                step(stream, batch, wanted if step.is_last_to_attend else None)
+            if batch.features is not None:
+                self._add_level(stream, batch, index)
         (out,) = stream.read(self.last)
         assert isinstance(out, torch.Tensor)
         return out
+
+    def _add_level(self, stream: Stream, batch: AttentionBatch, index: int) -> None:
+        """Add the rows that features have for a layer's output (DeepStack, arXiv:2406.04334)."""
+        assert batch.features is not None
+        size = self.hidden_size
+        level = batch.features.rows[:, size * (index + 1) : size * (index + 2)]
+        if self.stage.is_first and level.shape[1]:
+            stream.residual = stream.residual.index_add(0, batch.features.tokens, level)
 
     def _run_tapped(self, x: torch.Tensor, batch: AttentionBatch, taps: Taps) -> torch.Tensor:
         """Run all layers, and keep the hidden states that a drafter reads."""
@@ -201,6 +215,8 @@ class Decoder(CausalLM):
                 step(stream, batch, wanted if drops else None)
                 if nth == 0 and index in taps.layers:  # it has read what the layer begins with
                     taps.put(index, stream.residual)
+            if batch.features is not None:
+                self._add_level(stream, batch, index)
         (out,) = stream.read(self.last)
         assert isinstance(out, torch.Tensor)
         if taps.output:

@@ -424,6 +424,8 @@ class Decoder:
     positions: Table | None = None  # learned positions, added to the embedding
     unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
     draft_layer: DraftLayer | None = None
+    axes: tuple[int, ...] = ()
+    """Axis of each rotated pair, for tokens with several positions; empty: they have one."""
 
     @property
     def longest(self) -> int:

@@ -44,22 +44,12 @@ class _Loadable(Protocol):
     def slots(self) -> Slots: ...
 
 
-class Model(nn.Module, abc.ABC):
-    """A transformer over packed tokens.
+class WeightModule(nn.Module):
+    """A module with weights of a checkpoint.
 
     Its parameters are uninitialized, on the default device and in the default dtype."""
 
-    vocab_size: int
-    hidden_size: int
-    dtype: torch.dtype  # of the activations
-    architecture: str  # its name in config.json
-    may_synchronize: bool = False  # a step may wait for the device
     unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.dtype = torch.get_default_dtype()
 
     def slots(self) -> Slots:
         """Return the destination of each tensor of a checkpoint."""
@@ -75,6 +65,31 @@ class Model(nn.Module, abc.ABC):
         # A list, because the iterator refers to weights, which are replaced.
         for module in [module for module in self.modules() if isinstance(module, _Packable)]:
             module.pack()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, packed or not."""
+        return sum(
+            module.nbytes
+            if isinstance(module, Stored)
+            else sum(p.nbytes for p in module.parameters(recurse=False))
+            for module in self.modules()
+        )
+
+
+class Model(WeightModule, abc.ABC):
+    """A transformer over packed tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype  # of the activations
+    architecture: str  # its name in config.json
+    may_synchronize: bool = False  # a step may wait for the device
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.dtype = torch.get_default_dtype()
 
     def keepers(self) -> list[Keeper]:
         """Return the modules with memory, in order."""
@@ -94,16 +109,6 @@ class Model(nn.Module, abc.ABC):
     def with_few_layers(self) -> AbstractContextManager[None]:
         """Run as few layers inside the block as launch the kernels of all."""
         return nullcontext()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights, packed or not."""
-        return sum(
-            module.nbytes
-            if isinstance(module, Stored)
-            else sum(p.nbytes for p in module.parameters(recurse=False))
-            for module in self.modules()
-        )
 
 
 class Encoder(Model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,10 @@ class RotaryTables(nn.Module):
     two agree as long as `max_model_len` is within the length that the model was first trained for.
     """
 
-    def __init__(self, ropes: Iterable[Rope], max_model_len: int) -> None:
+    def __init__(self, ropes: Iterable[Rope], max_model_len: int, axes: Sequence[int] = ()) -> None:
+        """`axes`: that of each pair, for tokens with a position on each of several axes."""
         super().__init__()
+        self._axes = tuple(axes)
         self._kinds: list[tuple[Rope, bool]] = []  # (rotation, is it of queries alone)
         self._max_model_len = max_model_len
         self._tables: list[str] = []
@@ -45,8 +47,15 @@ class RotaryTables(nn.Module):
         return both, self._kinds.index((rope, True))
 
     def take(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return each table's rows, [num_tokens, 2, size / 2]."""
-        return tuple(getattr(self, name).index_select(0, positions) for name in self._tables)
+        """Return each table's rows, [num_tokens, 2, size / 2].
+
+        positions: [num_tokens], or [num_axes, num_tokens]."""
+        tables = [getattr(self, name) for name in self._tables]
+        if positions.dim() == 1:
+            return tuple(table.index_select(0, positions) for table in tables)
+        of_pairs = torch.tensor(self._axes, device=positions.device)
+        index = positions.long()[of_pairs].T[:, None]
+        return tuple(table.gather(0, index.expand(-1, 2, -1)) for table in tables)
 
     def _add(self, rope: Rope, of_queries: bool) -> None:
         if (rope, of_queries) not in self._kinds:

@@ -59,7 +59,7 @@ class EncoderCache:
             return None
         pages = [self._free.pop() for _ in range(needed)]
         self._entries[feature.digest] = _Entry(pages, step)
-        return Encode(feature.digest, pages)
+        return Encode(feature.digest, pages, feature.grid)
 
     def __contains__(self, feature: Feature) -> bool:
         return feature.digest in self._entries

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from toolkit.scheduler.encoder_cache import EncoderCache
 from toolkit.scheduler.output import Load, PlaceAdapter
 from toolkit.scheduler.places import Places
@@ -24,6 +26,8 @@ class Needs:
         self._held: dict[Request, list[Feature]] = {}
         self._passed: list[tuple[Request, Feature]] = []  # in the latest step
         self._step, self._num_encoded = -1, 0
+        self.has_bytes: Callable[[Request, Feature], bool] = lambda request, feature: True
+        """Returns True if a feature can be computed; else its bytes are on their way."""
         self.loading: list[Request] = []
         """Requests whose features this step computes."""
 
@@ -91,7 +95,12 @@ class Needs:
         is_running = request.status is RequestStatus.RUNNING
         wanted = _within(request, start, count)
         for index, feature in enumerate(wanted):
-            if feature not in self.cache and self._load(feature, wanted[:index], loads):
+            is_loaded = (
+                feature not in self.cache
+                and self.has_bytes(request, feature)
+                and self._load(feature, wanted[:index], loads)
+            )
+            if is_loaded:
                 self.loading.append(request)
             if feature not in self.cache:
                 return uncut(request, start, _before(feature, start, count))

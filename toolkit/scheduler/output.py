@@ -31,6 +31,8 @@ class Encode(msgspec.Struct, tag="feature", frozen=True):
 
     digest: bytes
     pages: list[int]
+    grid: tuple[int, int] = (0, 0)  # as in `Feature`
+    data: bytes = b""  # of the feature; the core adds them
 
 
 Load = PlaceAdapter | Encode

@@ -19,7 +19,7 @@ from toolkit.scheduler.speculation import UNKNOWN_TIMES, StepCosts, StepTimes
 from toolkit.scheduler.states import StateSlots
 from toolkit.scheduler.stats import EngineStats, StatsRecorder
 from toolkit.scheduler.step import StepLimits, StepResults
-from toolkit.sequence import Adapter
+from toolkit.sequence import Adapter, Feature
 
 
 class Scheduler:
@@ -141,6 +141,12 @@ class Scheduler:
             self._num_by_adapter[request.spec.adapter] += 1
         if is_queued:
             self.enqueue(request)
+
+    def lacking(self, request: Request) -> list[Feature]:
+        """Return the features that a request has to compute, as far as can be known now."""
+        first = len(self._blocks.find_cached(request)) * self._blocks.block_size
+        cache = self.needs.cache
+        return [one for one in request.spec.features if one.end > first and one not in cache]
 
     def enqueue(self, request: Request) -> None:
         """Put a waiting request into the queue, unless it has ended."""

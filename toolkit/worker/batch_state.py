@@ -16,6 +16,7 @@ from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded
 from toolkit.sampling.sampling_state import SamplingState
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import IntArray
+from toolkit.worker.axes import shift_after
 from toolkit.worker.graph_policy import StepShape
 from toolkit.worker.staging import Staging
 
@@ -63,8 +64,10 @@ class BatchState:
         most_step_drafts: int = 0,
         *,
         has_states: bool = False,
+        has_axes: bool = False,
     ) -> None:
         """active: LoRA adapters, if there are any. has_states: layers have memory of rows.
+        has_axes: features' tokens have positions on several axes.
 
         most_step_drafts: that a step verifies. 0 before the last pipeline stage, which gets all
         lengths, tokens and drafts with the step."""
@@ -100,6 +103,13 @@ class BatchState:
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._shifts: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Added to the positions of rows after their features, and positions of tokens with it."""
+        if has_axes:
+            self._shifts = (
+                torch.zeros(size, dtype=torch.int32, device=device),
+                torch.zeros(max_tokens, dtype=torch.int32, device=device),
+            )
         self.counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
         """Tokens that each request got in the step that was sent last, if steps verify drafts."""
         self._points: Points | None = None
@@ -170,7 +180,8 @@ class BatchState:
         rows = np.array([one.row for one in new], np.int32)
         token_runs, tokens = _runs(rows, [one.token_ids for one in new])
         block_runs, blocks = _runs(rows, [one.blocks for one in new])
-        which, lengths, ints, floats, runs, tokens_there, block_runs_there, blocks_there = (
+        shifts = np.array([shift_after(one.spec.features) for one in new], np.int32)
+        which, lengths, ints, floats, runs, tokens_there, block_runs_there, blocks_there, moved = (
             self._staging.send(
                 [
                     # Even numbers of numbers, so that the 64-bit ones after them are aligned.
@@ -182,12 +193,15 @@ class BatchState:
                     tokens,
                     block_runs,
                     blocks,
+                    shifts,
                 ]
             )
         )
         which = which.to(torch.int64)
         if self.verifies:
             self.lengths.index_copy_(0, which, lengths)
+        if self._shifts is not None:
+            self._shifts[0].index_copy_(0, which, moved)
         if self._spare_blocks is not None:
             self.block_table.index_copy_(0, which, self._spare_blocks[which])
         sampling.ints.index_copy_(0, which, ints.view(torch.int64).view(-1, 3))
@@ -306,7 +320,11 @@ class BatchState:
         rows, starts = self._rows[:n], self._query_start_loc[: n + 1]
         out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
         tables = self.token_ids, self.block_table, self.block_size
-        self._expand(rows, starts, lens, *tables, out, adapters, ahead)
+        rope_positions, shifts = None, self._shifts
+        if shifts is not None:
+            rope_positions = shifts[1][:tokens]
+            shifts = shifts[0], rope_positions
+        self._expand(rows, starts, lens, *tables, out, adapters, ahead, shifts)
         reads, writes = self._state_slots
         batch = AttentionBatch(
             positions=out[1],
@@ -317,6 +335,7 @@ class BatchState:
             block_table=self.block_table,
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
+            rope_positions=rope_positions,
             live=out[2],
             state_reads=None if reads is None else reads[:n],
             state_writes=None if writes is None else writes[:n],

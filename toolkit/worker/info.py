@@ -4,12 +4,23 @@ from collections.abc import Callable
 
 import msgspec
 
+from toolkit.pictures.settings import ProcessorSettings
 from toolkit.plugins import Plugin
 from toolkit.pooling.settings import PoolingInfo
 from toolkit.scheduler.speculation import UNKNOWN_TIMES, StepTimes
 from toolkit.sequence import Adapter
 
 Report = Callable[[str, float], None]  # called with the name and the seconds of a start-up phase
+
+
+class SightInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """Pictures that prompts may have."""
+
+    token_id: int  # stands for a row of a picture
+    processor: ProcessorSettings
+    most_rows: int  # of a picture
+    num_pages: int  # of the table of rows
+    both_ways: bool = False  # a picture's tokens see each other
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
@@ -44,6 +55,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     most_step_drafts: int = 0  # that all requests may have in a step; 0: any number
     reads_predictions: bool = False  # the drafter guesses from a request's prediction
     step_times: StepTimes = UNKNOWN_TIMES  # if there are drafts
+    sight: SightInfo | None = None  # None: prompts are text
 
     @property
     def token_bytes(self) -> float:

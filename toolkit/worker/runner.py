@@ -20,6 +20,7 @@ from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.output import PlaceAdapter
 from toolkit.worker.batch_state import BatchState, StepInputs
 from toolkit.worker.drafter import Drafter
+from toolkit.worker.features import FeatureRequests, StepFeatures
 from toolkit.worker.graph_policy import GraphPolicy, StepShape
 from toolkit.worker.kv_cache import KVCache, RowStates
 from toolkit.worker.pending import (
@@ -78,13 +79,14 @@ class Runner:
         *,
         drafter: Drafter | None = None,
         adapters: Adapters | None = None,
+        features: FeatureRequests | None = None,
         computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """caches: the model's, and that of a drafter, which has the same block numbers; computing:
         returns the context in which the model runs."""
         self.model, self.backends, self.state = model, backends, state
         self.sampler, self.policy, self.drafter = sampler, policy, drafter
-        self.adapters, self.device = adapters, state.device
+        self.adapters, self.features, self.device = adapters, features, state.device
         self.caches, self._computing = caches, computing
         caches[0].bind(model, backends)
         self._states = RowStates(model, num_slots=len(state.block_table), device=state.device)
@@ -113,7 +115,8 @@ class Runner:
         self.state.send(step, later)
         if not self.model.stage.is_first:
             self.model.stage.receive(self._received[: step.total_tokens])
-        graph = self._graph_for(step)
+        features = None if self.features is None else self.features.of(step)
+        graph = None if features is not None else self._graph_for(step)
         hidden: torch.Tensor | None = None
         out: torch.Tensor | None
         if graph is not None:
@@ -121,7 +124,8 @@ class Runner:
             graph.graph.replay()
         else:
             shape = self._exact_shape(step)
-            hidden, out = self._run(shape, self._keeps_hidden(step), bool(step.samples.any()))
+            samples = bool(step.samples.any())
+            hidden, out = self._run(shape, self._keeps_hidden(step), samples, features)
         if not is_last:
             assert out is not None
             self.model.stage.send(out[: step.total_tokens])
@@ -150,9 +154,11 @@ class Runner:
             cache.copy_in(step.swap_in)
         if self.adapters is not None:
             for load in step.loads:
-                assert isinstance(load, PlaceAdapter), "no runner has an encoder"
-                self.adapters.place(load.slot, load.key)
+                if isinstance(load, PlaceAdapter):
+                    self.adapters.place(load.slot, load.key)
         self.state.apply(step)
+        if self.features is not None:
+            self.features.apply(step)
         if self.pooling is not None:
             self.pooling.apply(step)
         if self.drafter is not None:
@@ -172,13 +178,19 @@ class Runner:
             self._states.spoil(np.setdiff1d(step.state_writes, kept).tolist())
 
     def _run(
-        self, shape: StepShape, keeps_hidden: bool, samples: bool
+        self,
+        shape: StepShape,
+        keeps_hidden: bool,
+        samples: bool,
+        features: StepFeatures | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run the step that was sent, and sample its tokens.
 
         Return hidden states [num_tokens, hidden] if they are kept, and logits [num_points, vocab]
         if the step samples, or hidden states for the next stage."""
         inputs = self.state.expand(shape)
+        if features is not None:
+            features.place(inputs.batch, self.device)
         if not self.model.stage.is_last:
             return None, self._hidden(inputs)
         if not shape.samples_all and not keeps_hidden:

@@ -129,8 +129,13 @@ class Worker:
             return self.info
         assert isinstance(model, CausalLM)
         with phases("KV cache"):
-            factory = RunnerFactory(setup, model, loaders.processors, loaded.adapters, drafter)
+            plan = loaders.model.sight
+            sight = None if plan is None else (plan, loaded.tower)
+            factory = RunnerFactory(
+                setup, model, loaders.processors, loaded.adapters, drafter, sight
+            )
             self._make_runner(setup, loaded, factory, wait_for_weights)
+        self.info.sight = None if plan is None else plan.info
         self.info.logits_processors = list(loaders.processors)
         if loaded.adapters is not None:
             self.info.max_lora_rank = loaded.adapters.max_rank

@@ -68,6 +68,24 @@ class Transform(NamedTuple):
         }
 
 
+def rotate_(heads: Tensor, cos_sin: Tensor) -> None:
+    """Compute `reference.rotate_`. heads: `[num_tokens, parts, num_heads, size]`."""
+    num_tokens, parts, num_heads, size = heads.shape
+    if heads.stride(3) != 1 or heads.stride(2) != size or not cos_sin.is_contiguous():
+        raise ValueError("heads of a part must be next to each other, and angles contiguous")
+    _rotate_kernel[(num_tokens, parts)](
+        heads,
+        cos_sin,
+        heads.stride(0),
+        heads.stride(1),
+        NUM_HEADS=num_heads,
+        HALF=size // 2,
+        HEAD_BLOCK=power_of_two(num_heads),
+        HALF_BLOCK=power_of_two(size // 2),
+        num_warps=4,
+    )
+
+
 def qk_norm_rope_write(
     qkv: Tensor,
     slot_mapping: Tensor,
@@ -147,6 +165,34 @@ def qk_norm_rope_write(
         num_warps=4 if rows * head_size >= 1024 else 1,
     )
     return q
+
+
+@triton.jit
+def _rotate_kernel(
+    head_ptr,
+    cos_sin_ptr,
+    token_stride,
+    part_stride,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """Rotate the heads of one part of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEAD_BLOCK)
+    pair = tl.arange(0, HALF_BLOCK)
+    angle_ptr = cos_sin_ptr + token * 2 * HALF + pair
+    cos = tl.load(angle_ptr, mask=pair < HALF, other=0.0)[None, :]
+    sin = tl.load(angle_ptr + HALF, mask=pair < HALF, other=0.0)[None, :]
+    first_ptr = head_ptr + token * token_stride + tl.program_id(1) * part_stride
+    first_ptr += head[:, None] * (2 * HALF) + pair[None, :]
+    stored = (head[:, None] < NUM_HEADS) & (pair[None, :] < HALF)
+    first = tl.load(first_ptr, mask=stored, other=0.0).to(tl.float32)
+    second = tl.load(first_ptr + HALF, mask=stored, other=0.0).to(tl.float32)
+    kind = head_ptr.dtype.element_ty
+    tl.store(first_ptr, (first * cos - second * sin).to(kind), mask=stored)
+    tl.store(first_ptr + HALF, (second * cos + first * sin).to(kind), mask=stored)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from toolkit.api.http.layers.limits import check_queue
 from toolkit.api.http.server import Target
 from toolkit.api.openai.generation import AnswerGroup, check_num_logprobs
 from toolkit.engine.beam_search import BeamSearch
-from toolkit.engine.front.input_processor import Prompt
+from toolkit.engine.front.input_processor import Prompt, require_text
 from toolkit.engine.front.output_processor import RequestState
 from toolkit.engine.front.stream import RequestStream
 from toolkit.engine.outputs import Delta, PositionLogprobs
@@ -121,12 +121,13 @@ async def start_beams(
     ]
     if params.logprobs is not None:
         check_num_logprobs("logprobs", len(prompts) * width * params.max_tokens, params.logprobs)
-    num_tokens = sum(request.spec.num_prompt_tokens for _, request in prepared)
+    require_text(prepared)
+    num_tokens = sum(one.request.spec.num_prompt_tokens for one in prepared)
     # Each beam is a request of its own.
     check_queue(target, len(prompts) * width, num_tokens * width)
     name = f"{request_id}-{uuid.uuid4().hex[:8]}"
     streams = []
-    for index, (text, request) in enumerate(prepared):
+    for index, (text, request, _) in enumerate(prepared):
         token_ids = request.spec.prompt_token_ids
         search = BeamSearch(token_ids, params, request.spec.eos_token_ids)
         state = RequestState(f"{name}-{index}", text, token_ids, search.step_params)

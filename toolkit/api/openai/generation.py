@@ -98,19 +98,19 @@ async def start_group(
     num_tokens = 0
     for index, prompt in enumerate(prompts):
         id = name if len(prompts) == 1 else f"{name}-{index}"
-        text, request = await engine.prepare(
+        one = await engine.prepare(
             prompt, params, request_id=id, priority=priority, adapter=target.adapter
         )
-        num_tokens += request.spec.num_prompt_tokens
+        num_tokens += one.request.spec.num_prompt_tokens
         if num_answers > 1 and params.prompt_logprobs is not None:
             # With `echo` each answer repeats them.
             check_num_logprobs("prompt_logprobs", num_tokens * params.n, params.prompt_logprobs)
-        prepared.append((request, text))
+        prepared.append(one)
     check_queue(target, num_answers, num_tokens)
     streams: list[RequestStream] = []
     try:
-        for request, text in prepared:
-            streams.append(engine.start_request(request, text))
+        for one in prepared:
+            streams.append(engine.start_request(one.request, one.text, one.features))
     except BaseException:
         for stream in streams:
             stream.close()

@@ -160,7 +160,8 @@ class CoreProcess:
                 self._core.operate(message)
             elif isinstance(message, GiveFeature):
                 data = self._inbox.recv() if message.is_found else None
-                self._core.features.receive(message.digest, message.client, data)
+                features = self._core.features
+                features.receive(message.digest, message.client, data, message.error)
             elif isinstance(message, Ping):
                 self._send(Pong())
             else:

@@ -1,23 +1,27 @@
-"""Bytes of the features of a front end's requests."""
+"""Features of a front end's requests: what their bytes are loaded from."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+FeatureSource = Callable[[], Future[bytes]]
+"""Starts to load the bytes of a feature. They may be loaded several times."""
 
 
 class FeatureStore:
-    """Keeps the bytes of each feature until the last request with it ends.
+    """Keeps the source of each feature until the last request with it ends.
 
     Cores ask for what they lack, also those that replace one that has died."""
 
     def __init__(self) -> None:
-        self._data: dict[bytes, bytes] = {}  # by digest
+        self._sources: dict[bytes, FeatureSource] = {}  # by digest
         self._num_users: Counter[bytes] = Counter()  # requests, by digest
         self._digests: dict[str, tuple[bytes, ...]] = {}  # by request id
 
-    def hold(self, request_id: str, features: Mapping[bytes, bytes]) -> None:
+    def hold(self, request_id: str, features: Mapping[bytes, FeatureSource]) -> None:
         """Keep the features of a request, by digest."""
         if features:
-            self._data |= features
+            self._sources |= features
             self._digests[request_id] = tuple(features)
             self._num_users.update(self._digests[request_id])
 
@@ -26,8 +30,9 @@ class FeatureStore:
         for digest in self._digests.pop(request_id, ()):
             self._num_users[digest] -= 1
             if not self._num_users[digest]:
-                del self._num_users[digest], self._data[digest]
+                del self._num_users[digest], self._sources[digest]
 
-    def find(self, digest: bytes) -> bytes | None:
-        """Return the bytes of a feature; None if no request has it."""
-        return self._data.get(digest)
+    def load(self, digest: bytes) -> Future[bytes] | None:
+        """Load the bytes of a feature; None if no request has it."""
+        source = self._sources.get(digest)
+        return None if source is None else source()

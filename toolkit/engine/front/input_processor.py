@@ -2,35 +2,54 @@
 
 import sys
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from toolkit.engine.front.features import FeatureSource
+from toolkit.engine.front.pictures import Picture, Pictures
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, ContextLengthError, InvalidRequestError
 from toolkit.files import parse_json
 from toolkit.gguf.folder import read_file
 from toolkit.sampling.logits_processors import check_arguments
 from toolkit.sampling.params import SamplingParams, default_sampling
-from toolkit.sequence import Adapter, SequenceSpec
+from toolkit.sequence import Adapter, Feature, SequenceSpec
 from toolkit.text.tokenizer import Tokenizer, eos_token_ids
 from toolkit.worker import WorkerInfo
 
 MIN_TOO_LONG = 2**18  # characters that are tokenized, however small the context is
 
 Prompt = str | list[int] | Mapping[str, object]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. Mappings may have pictures:
+{"multi_modal_data": {"image": one or a list}}."""
+
+
+class Prepared(NamedTuple):
+    """A checked request."""
+
+    text: str | None  # of the prompt, if it is text
+    request: EngineRequest
+    features: Mapping[bytes, FeatureSource]  # by digest
 
 
 class InputProcessor:
     """Tokenizes and checks requests. The engine core accepts every request that passes."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None, info: WorkerInfo) -> None:
-        """Raises CheckpointError, and PluginError for a logits processor that is broken here."""
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        info: WorkerInfo,
+        pictures: Pictures | None = None,
+    ) -> None:
+        """pictures: None if prompts are text.
+
+        Raises CheckpointError, and PluginError for a logits processor that is broken here."""
         self.tokenizer = tokenizer
-        self.info = info
+        self.info, self.pictures = info, pictures
         self.default_sampling = load_default_sampling(folder)
         self._processors = {plugin: plugin.load() for plugin in info.logits_processors}
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
@@ -44,13 +63,23 @@ class InputProcessor:
         priority: int = 0,
         is_streamed: bool = True,
         adapter: Adapter | None = None,
-    ) -> tuple[str | None, EngineRequest]:
-        """Return (the prompt if it is text, the request).
+        pictures: Sequence[Picture] = (),
+    ) -> Prepared:
+        """Return the request of a prompt, and what its pictures are loaded from.
 
         Unless it is streamed, the core may report all tokens at the end. Raises
         InvalidRequestError, for example for an empty prompt or a token outside the vocabulary."""
         self.require_generation()
         text, token_ids = self._tokenize(prompt)
+        features: tuple[Feature, ...] = ()
+        if pictures:
+            if params.truncate_prompt_tokens is not None:
+                raise InvalidRequestError(
+                    "truncate_prompt_tokens could cut a picture. Leave it out.",
+                    param="truncate_prompt_tokens",
+                )
+            assert self.pictures is not None, "there are pictures"
+            token_ids, features = self.pictures.expand(token_ids, pictures)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
         max_prompt_tokens = self._max_prompt_tokens(params)
@@ -85,10 +114,12 @@ class InputProcessor:
             grammar=self._resolve_grammar(params),
             adapter=adapter,
             prediction_token_ids=prediction,
+            features=features,
             # Stop strings are matched in the front end, and log-probabilities arrive per token.
             is_final_only=not (is_streamed or params.stop_strings or params.logprobs is not None),
         )
-        return text, EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
+        request = EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
+        return Prepared(text, request, {one.digest: one.source for one in pictures})
 
     def _tokenize_prediction(self, prediction: str | None) -> list[int]:
         """Return a prediction's tokens, if a drafter reads them."""
@@ -244,6 +275,14 @@ class InputProcessor:
         if max_tokens > room:
             raise ContextLengthError(limit, "prompt", num_prompt_tokens, max_tokens=max_tokens)
         return max_tokens
+
+
+def require_text(prepared: Iterable[Prepared]) -> None:
+    """Raise InvalidRequestError for pictures, which a beam search would lose."""
+    if any(one.features for one in prepared):
+        raise InvalidRequestError(
+            "Beam search takes text alone: the prompt has a picture.", param="messages"
+        )
 
 
 def load_default_sampling(folder: Path) -> dict[str, Any]:

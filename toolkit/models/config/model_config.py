@@ -30,7 +30,9 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
     torch_dtype: str | None = None  # old spelling of `dtype`; read that
     vocab_size: Size
     tie_word_embeddings: bool = False
-    is_wrapped: bool = False  # the checkpoint also has a tower, which is not read. Not in the file
+    is_wrapped: bool = False  # the checkpoint also has a tower. Not in the file
+    sight: Any = None
+    """`models.config.towers.Sight` of a model whose tower tk runs. Not in the file."""
     packings: Any = None
     """`weights.formats.Packings` of a quantized checkpoint. Not in the file."""
 

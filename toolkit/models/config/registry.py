@@ -18,6 +18,7 @@ from toolkit import plugins
 from toolkit.errors import CheckpointError, PluginError
 from toolkit.models import architectures
 from toolkit.models.config.model_config import ArchitectureConfig
+from toolkit.models.config.towers import find_sight
 from toolkit.models.config.unread import find_unknown
 from toolkit.models.config.wrapped import decoder_of, text_config
 from toolkit.models.describe import Decoder, Encoder, External, Head
@@ -127,7 +128,7 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
 
     Raises ValueError for a value of the wrong type, a contradiction, an unsupported feature, or an
     unknown field that may change what the model computes."""
-    is_wrapped = decoder_of(raw) is not None
+    is_wrapped, sight = decoder_of(raw) is not None, find_sight(raw)
     if is_wrapped:
         raw = text_config(raw)
         raw["architectures"] = [_module(_kind(raw)).ARCHITECTURES[0]]
@@ -151,7 +152,7 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
         raise ValueError(str(error).replace("`$.", "`")) from None
     except _OF_WRONG_VALUES as error:
         raise ValueError(_of_a_field(error)) from error
-    config.is_wrapped = is_wrapped
+    config.is_wrapped, config.sight = is_wrapped, sight
     config.model_type = _kind(raw)
     known = _module(config.model_type).ARCHITECTURES
     config.architectures = [name for name in config.architectures if name in known]
@@ -176,7 +177,8 @@ def describe(config: ArchitectureConfig) -> Decoder | Encoder | External:
             raise CheckpointError(f"config.json cannot be used: {problem}.") from error
         raise
     if isinstance(description, Decoder) and config.is_wrapped:
-        description = replace(description, unused=(*description.unused, *TOWERS))
+        axes = () if config.sight is None else config.sight.axes
+        description = replace(description, unused=(*description.unused, *TOWERS), axes=axes)
     if isinstance(description, Decoder) and not has_head(config):
         unused = (*description.unused, "lm_head.", "embed_out.")
         return replace(description, head=Head(), unused=unused)

@@ -5,9 +5,7 @@ would give wrong answers without an error."""
 
 import json
 import re
-from typing import Any
-
-from toolkit.models.config.model_config import ArchitectureConfig
+from typing import Any, ClassVar, Protocol
 
 _HARMLESS = re.compile(
     r"""
@@ -43,10 +41,17 @@ _HARMLESS = re.compile(
 )
 
 
+class Fixes(Protocol):
+    """A config of a model or a tower."""
+
+    fixed: ClassVar[dict[str, tuple[object, ...]]]
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
+
 _OFF: tuple[object, ...] = (False, 0, "", [], {})
 
 
-def find_unknown(raw: dict[str, Any], config: type[ArchitectureConfig]) -> str | None:
+def find_unknown(raw: dict[str, Any], config: type[Fixes]) -> str | None:
     """Return why a field of a config.json is refused, or None.
 
     Fields that `config` lacks are accepted if their value is null, false, 0 or empty, if the model

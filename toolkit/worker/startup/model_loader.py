@@ -3,6 +3,7 @@
 import copy
 import logging
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +20,13 @@ from toolkit.models.config.model_config import ArchitectureConfig, name_weights
 from toolkit.models.config.registry import describe
 from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Model
+from toolkit.models.tower import TowerModel
 from toolkit.weights.loading.loader import find_weights
 from toolkit.worker.adapter_reading import find_slot_size
 from toolkit.worker.startup.loading import Fill, Loading
 from toolkit.worker.startup.memory_budget import require_weights_fit
 from toolkit.worker.startup.setup import Setup, use_stream
+from toolkit.worker.startup.towers import TowerPlan, find_tower_weights
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,9 @@ class LoadedModel:
     num_parameters: int
     model_parameters: int  # of the unsharded model
     weight_type: str  # of most weights
-    weight_bytes: int  # of the model, its adapters and, once that is loaded, the drafter's
+    weight_bytes: int
+    """Bytes of the model, its tower, its adapters and, once that is loaded, the drafter's."""
+    tower: TowerModel | None = None
 
 
 class ModelLoader:
@@ -48,6 +53,7 @@ class ModelLoader:
         """Build the model without memory. Raises ToolkitError for settings that do not fit it."""
         self._setup = setup
         self.sketch = self._sketch(setup.place.stage, setup.place.group)
+        self.sight = TowerPlan.of(setup)
         self._require_adapters()
 
     def load(self, drafter_bytes: int) -> LoadedModel:
@@ -59,8 +65,6 @@ class ModelLoader:
             names = [slot.rpartition(".")[0] for slot in sketch.slots()]
             layouts = packings.layouts(dict.fromkeys(names))
             logger.info("weights quantized by %s: %s", packings.method, layouts)
-        if setup.model_config.is_wrapped:
-            logger.warning("the model's tower for pictures is left out: prompts are text")
         num_parameters = model_parameters = self._count_parameters(sketch, place.stage, place.group)
         if place.world.size > 1:
             unsharded = self._sketch(SINGLE_STAGE, SINGLE)
@@ -84,7 +88,10 @@ class ModelLoader:
         if setup.config.lora.is_enabled:
             self._add_adapters(loaded, everything)
         given = setup.config.model
-        fill = find_weights(model, setup.folder, given.load_format, given.seed, everything.slots())
+        tensors = everything.slots()
+        fill = find_weights(model, setup.folder, given.load_format, given.seed, tensors)
+        if self.sight is not None and place.stage.is_first:
+            fill = self._add_tower(loaded, self.sight, fill, tensors)
         # Not while a drafter's model is built: PyTorch's default dtype is that of all threads.
         if setup.device.type == "cuda" and place.world.size == 1 and not drafter_bytes:
             loaded.loading = Loading(partial(self._fill, model, fill), setup.device)
@@ -95,11 +102,32 @@ class ModelLoader:
         if setup.device.type == "cpu":
             del fill  # refers to the unpacked weights
             model.pack_weights()
+            if loaded.tower is not None:
+                loaded.tower.pack_weights()
             if isinstance(model, CausalLM) and setup.config.device.enforce_eager:
                 model.disable_recording()
             memory.trim_heap()
-            loaded.weight_bytes = model.nbytes
+            loaded.weight_bytes = model.nbytes + (loaded.tower.nbytes if loaded.tower else 0)
         return loaded
+
+    def _add_tower(
+        self, loaded: LoadedModel, sight: TowerPlan, fill: Fill, names: Collection[str]
+    ) -> Fill:
+        """Build the tower. Return a function that fills both. `names`: of the decoder's tensors."""
+        setup = self._setup
+        with setup.explain_lack_for_weights():
+            loaded.tower = tower = sight.build(setup.device, setup.dtype)
+        fill_tower = find_tower_weights(setup, tower, names, loaded.model.unused)
+        loaded.weight_bytes += tower.nbytes
+        num_parameters = sum(one.numel() for one in tower.parameters())
+        loaded.num_parameters += num_parameters
+        loaded.model_parameters += num_parameters
+
+        def fill_both(stop: threading.Event) -> None:
+            fill(stop)
+            fill_tower(stop)
+
+        return fill_both
 
     def _sketch(self, stage: Stage, group: Group) -> Model:
         """Build a model without memory."""

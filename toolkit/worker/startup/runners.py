@@ -12,15 +12,18 @@ from toolkit.hardware.parent import is_own_process
 from toolkit.lora.adapters import Adapters
 from toolkit.models.memory import MemoryLayout, TokenMemory
 from toolkit.models.model import CausalLM, Model
+from toolkit.models.tower import TowerModel
 from toolkit.sampling.processor_rows import Loaded
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.drafter import Drafter, ModelDrafter, PromptLookup
+from toolkit.worker.features import FeatureRequests
 from toolkit.worker.graph_policy import GraphPolicy
 from toolkit.worker.kv_cache import KVCache, choose_cache_dtype
 from toolkit.worker.runner import Runner
 from toolkit.worker.startup import drafters
 from toolkit.worker.startup.cache_sizing import CacheSize
 from toolkit.worker.startup.setup import Setup
+from toolkit.worker.startup.towers import TowerPlan
 from toolkit.worker.step_sampler import StepSampler
 
 logger = logging.getLogger(__name__)
@@ -53,9 +56,15 @@ class RunnerFactory:
         processors: Loaded,
         adapters: Adapters | None = None,
         drafter: drafters.Loaded | None = None,
+        sight: tuple[TowerPlan, TowerModel | None] | None = None,
     ) -> None:
+        """sight: the tower, on the first pipeline stage."""
         self._setup, self._model, self._processors = setup, model, processors
         self._adapters, self._drafter = adapters, drafter
+        self._has_axes = sight is not None and bool(sight[0].sight.axes)
+        self._sees, self._table = sight is not None, None
+        if sight is not None and (tower := sight[1]) is not None:
+            self._table = sight[0].table(tower, setup.device)
         self._block_size = setup.config.cache.block_size
         self._cache_dtype, self.backends = choose_attention(setup, model)
         logger.info("attention backend %s", self.backends.why)
@@ -104,7 +113,12 @@ class RunnerFactory:
             active,
             policy.most_step_drafts if is_last else 0,
             has_states=bool(self.layout.row_bytes),
+            has_axes=self._has_axes,
         )
+        features = None
+        if self._sees:
+            num_rows = setup.max_num_seqs
+            features = FeatureRequests(num_rows, has_axes=self._has_axes, table=self._table)
         caches = [self._cache(self.layout, size, size.num_blocks)]
         drafter: Drafter | None = None
         if self._drafter is not None:
@@ -122,6 +136,7 @@ class RunnerFactory:
             policy,
             drafter=drafter,
             adapters=self._adapters,
+            features=features,
             computing=_computing(self.backends, caches[0]),
         )
 

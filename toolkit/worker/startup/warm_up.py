@@ -56,8 +56,15 @@ class WarmUp:
 
     def run_largest_step(self) -> None:
         """Run a step of the most requests, and of about as many tokens as a step can have."""
+        self._encode_largest()
         each = self._info.max_num_batched_tokens // self._most_requests
         self._run_step([min(each, self._info.max_model_len)] * self._most_requests)
+
+    def _encode_largest(self) -> None:
+        """Compute the largest picture, if the model sees."""
+        features = self._runner.features if isinstance(self._runner, Runner) else None
+        if features is not None and features.table is not None:
+            features.table.rehearse(features.table.most_rows)
 
     def compile(self, kernels: TritonKernels, num_threads: int) -> None:
         """Compile the kernels of all steps that can occur, in parallel.
@@ -124,6 +131,7 @@ class WarmUp:
         if most >= kernels.min_choice_tokens:
             with kernels.choosing_products():
                 runner.rehearse([StepShape(most, policy.most_requests, most, policy.max_model_len)])
+                self._encode_largest()
 
     def step_times(self, total: Callable[[int], int]) -> StepTimes:
         """Measure steps of the next tokens of some requests, and their drafts.

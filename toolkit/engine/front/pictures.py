@@ -1,0 +1,215 @@
+"""Pictures of prompts: their tokens, and their pixels once a core asks for them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from toolkit.config.engine import PictureConfig
+from toolkit.engine.front.features import FeatureSource
+from toolkit.errors import InvalidParamError, InvalidRequestError
+from toolkit.pictures.pool import PicturePool, Pixels
+from toolkit.pictures.settings import PictureLimits
+from toolkit.pictures.sources import Encoded, from_image
+from toolkit.pictures.tokens import Grid, token_grid
+from toolkit.sequence import Feature
+from toolkit.worker.info import SightInfo
+
+MAX_SIZES = 2**14  # pictures whose sizes are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a prompt."""
+
+    encoded: Encoded
+    grid: Grid  # rows and columns of its tokens
+    digest: bytes  # of its bytes, and of what prepares them
+    source: FeatureSource
+
+    @property
+    def num_tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+def pictures_in(prompt: object) -> list[Any]:
+    """Return the images of a prompt's multi_modal_data. Raises InvalidRequestError."""
+    data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if data is None:
+        return []
+    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        raise InvalidParamError("multi_modal_data", 'must be {"image": an image or a list of them}')
+    images = data.get("image")
+    return list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
+
+
+def require_sight(pictures: Pictures | None) -> Pictures:
+    """Raise InvalidRequestError if prompts are text."""
+    if pictures is None:
+        raise InvalidRequestError(
+            "This model reads text alone: the prompt has a picture.",
+            param="messages",
+            code="model_not_supported",
+        )
+    return pictures
+
+
+def make_pictures(sight: SightInfo | None, config: PictureConfig) -> Pictures | None:
+    """Start the processes that prepare pictures; None if prompts are text."""
+    if sight is None:
+        return None
+    limits = PictureLimits(
+        allowed_domains=config.allowed_media_domains,
+        local_folder=config.allowed_local_media_path or "",
+    )
+    pool = PicturePool(sight.processor, limits)
+    pool.start()
+    return Pictures(sight, config, pool, limits)
+
+
+class Pictures:
+    """Prepares the pictures of a front end's prompts, in a pool of processes."""
+
+    def __init__(
+        self, sight: SightInfo, config: PictureConfig, pool: PicturePool, limits: PictureLimits
+    ) -> None:
+        self.sight, self.config, self.pool, self.limits = sight, config, pool, limits
+        self._salt = msgspec.msgpack.encode(sight.processor, order="deterministic")
+        self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def take(self, image: Any, param: str) -> Future[Picture]:
+        """Take a picture that is one already, or an image of Pillow."""
+        if isinstance(image, Picture):
+            done: Future[Picture] = Future()
+            done.set_result(image)
+            return done
+        if not hasattr(image, "convert"):
+            raise InvalidParamError(
+                param, f"has a {type(image).__name__}, where images of Pillow must be."
+            )
+        return self.measure(from_image(image), param)
+
+    def measure(self, encoded: Encoded, param: str) -> Future[Picture]:
+        """Find the size of a picture. Fails with InvalidRequestError if it is none."""
+        done: Future[Picture] = Future()
+        if (size := self._known_size(encoded)) is not None:
+            self._finish(done, encoded, size, param)
+            return done
+
+        def take(measured: Future[tuple[int, int]]) -> None:
+            if (error := measured.exception()) is not None:
+                done.set_exception(error)
+                return
+            with self._lock:
+                self._sizes[encoded.digest] = measured.result()
+                if len(self._sizes) > MAX_SIZES:
+                    self._sizes.popitem(last=False)
+            self._finish(done, encoded, measured.result(), param)
+
+        self.pool.measure(encoded, param).add_done_callback(take)
+        return done
+
+    def _known_size(self, encoded: Encoded) -> tuple[int, int] | None:
+        if encoded.raw_size is not None:
+            return encoded.raw_size
+        with self._lock:
+            return self._sizes.get(encoded.digest)
+
+    def _finish(
+        self, done: Future[Picture], encoded: Encoded, size: tuple[int, int], param: str
+    ) -> None:
+        try:
+            grid = token_grid(self.sight.processor, *size, param)
+            if grid[0] * grid[1] > self.sight.most_rows:
+                raise InvalidParamError(
+                    param,
+                    f"is a picture of {size[0]} x {size[1]} pixels, which takes "
+                    f"{grid[0] * grid[1]} tokens; this server's pictures have at most "
+                    f"{self.sight.most_rows}.",
+                )
+        except InvalidRequestError as error:
+            done.set_exception(error)
+            return
+        digest = hashlib.blake2b(encoded.digest + self._salt, digest_size=16).digest()
+        done.set_result(Picture(encoded, grid, digest, partial(self._load, encoded, param)))
+
+    def _load(self, encoded: Encoded, param: str) -> Future[bytes]:
+        """Return the pixels of a picture, as its tower takes them."""
+        done: Future[bytes] = Future()
+
+        def take(processed: Future[Pixels]) -> None:
+            if (error := processed.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(processed.result().data)
+
+        self.pool.process(encoded, param).add_done_callback(take)
+        return done
+
+    def expand(
+        self, token_ids: Sequence[int], pictures: Sequence[Picture]
+    ) -> tuple[list[int], tuple[Feature, ...]]:
+        """Return the prompt with a placeholder for each row of a picture, and its features.
+
+        A prompt has one placeholder for each picture, or all of them already. Raises
+        InvalidRequestError."""
+        placeholder = self.sight.token_id
+        places = [at for at, token in enumerate(token_ids) if token == placeholder]
+        counts = [picture.num_tokens for picture in pictures]
+        if len(places) == sum(counts) != len(pictures):
+            return list(token_ids), self._features_of(places, pictures)
+        if len(places) != len(pictures):
+            raise InvalidRequestError(
+                f"The prompt has {len(places)} places for pictures, and there are "
+                f"{len(pictures)} pictures.",
+                param="prompt",
+            )
+        expanded: list[int] = []
+        features, last = [], 0
+        for place, picture in zip(places, pictures, strict=True):
+            expanded += token_ids[last:place]
+            run = len(expanded), picture.num_tokens
+            features.append(Feature(picture.digest, (run,), picture.grid, self.sight.both_ways))
+            expanded += [placeholder] * picture.num_tokens
+            last = place + 1
+        return [*expanded, *token_ids[last:]], tuple(features)
+
+    def _features_of(
+        self, places: Sequence[int], pictures: Sequence[Picture]
+    ) -> tuple[Feature, ...]:
+        """Return the features of a prompt with all placeholders."""
+        features, at = [], 0
+        for picture in pictures:
+            end = at + picture.num_tokens
+            if places[end - 1] - places[at] != picture.num_tokens - 1:
+                raise InvalidRequestError(
+                    f"A picture takes {picture.num_tokens} tokens, and the prompt has another "
+                    f"number of placeholders there.",
+                    param="prompt",
+                )
+            run = places[at], picture.num_tokens
+            features.append(Feature(picture.digest, (run,), picture.grid, self.sight.both_ways))
+            at = end
+        return tuple(features)
+
+    def require_number(self, number: int, param: str) -> None:
+        """Raise InvalidRequestError for more pictures than a prompt may have."""
+        most = self.config.most_pictures
+        if number > most:
+            raise InvalidRequestError(
+                f"The prompt has {number} pictures, and at most {most} are allowed "
+                f"(--limit-mm-per-prompt).",
+                param=param,
+            )

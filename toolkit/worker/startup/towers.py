@@ -1,0 +1,116 @@
+"""The tower of a model that sees: its settings, its weights, and its part of the memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from toolkit.distributed import SINGLE, SINGLE_STAGE, parallel
+from toolkit.errors import ConfigError
+from toolkit.models import describe
+from toolkit.models.config.registry import describe as describe_model
+from toolkit.models.config.towers import Sight
+from toolkit.models.model import default_dtype
+from toolkit.models.tower import Normalization, TowerModel
+from toolkit.pictures.settings import FILES, ProcessorSettings, read_processor
+from toolkit.pictures.tokens import largest_grid
+from toolkit.weights.loading.loader import find_weights
+from toolkit.weights.names import is_of_tower
+from toolkit.weights.quantization import unquantized
+from toolkit.worker.features import FeatureTable
+from toolkit.worker.info import SightInfo
+from toolkit.worker.startup.loading import Fill
+from toolkit.worker.startup.setup import Setup
+
+logger = logging.getLogger(__name__)
+
+ROWS_PER_PAGE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TowerPlan:
+    """A tower to load, and the memory for what it computes."""
+
+    sight: Sight
+    processor: ProcessorSettings
+    most_rows: int
+    num_pages: int
+
+    @classmethod
+    def of(cls, setup: Setup) -> TowerPlan | None:
+        """Return the plan of a model; None if its prompts are text.
+
+        Raises CheckpointError if the image processor cannot be used."""
+        sight, given = setup.model_config.sight, setup.config.pictures
+        if not setup.model_config.is_wrapped or not given.most_pictures:
+            return None
+        if sight is None:
+            logger.warning("the model's tower for pictures is left out: prompts are text")
+            return None
+        if not any((setup.folder / file).is_file() for file in FILES):
+            logger.warning("%s has no %s: prompts are text", setup.folder, " or ".join(FILES))
+            return None
+        processor = read_processor(setup.folder, sight.family, given.mm_processor_kwargs or {})
+        rows, columns = largest_grid(processor)
+        most = min(rows * columns, setup.max_model_len)
+        wanted = int(given.mm_cache_gib * 2**30)
+        page_bytes = ROWS_PER_PAGE * sight.tower.row_size * setup.dtype.itemsize
+        num_pages = max(-(-most // ROWS_PER_PAGE), wanted // page_bytes)
+        plan = cls(sight, processor, most, num_pages)
+        plan.require_layers(setup)
+        return plan
+
+    def require_layers(self, setup: Setup) -> None:
+        """Raise ConfigError if later stages than the first would add a picture's rows."""
+        described, stage = describe_model(setup.model_config), setup.place.stage
+        assert isinstance(described, describe.Decoder)
+        most = described.num_layers // stage.count
+        if len(self.sight.tower.levels) >= most:
+            raise ConfigError(
+                f"--pipeline-parallel-size: pictures change the first "
+                f"{len(self.sight.tower.levels)} layers, which must be fewer than those of a "
+                f"stage ({most}).",
+                param="pipeline_parallel_size",
+            )
+
+    @property
+    def info(self) -> SightInfo:
+        return SightInfo(
+            token_id=self.sight.token_id,
+            processor=self.processor,
+            most_rows=self.most_rows,
+            num_pages=self.num_pages,
+        )
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> TowerModel:
+        """Return the tower with uninitialized weights, complete on each rank of a group."""
+        with (
+            device,
+            default_dtype(dtype),
+            parallel(SINGLE, SINGLE_STAGE),
+            unquantized(),
+            torch.inference_mode(),
+        ):
+            tower = TowerModel(self.sight.tower)
+        processor = self.processor
+        if processor.rescale_factor is not None:
+            assert processor.mean is not None
+            assert processor.std is not None
+            given = processor.rescale_factor, processor.mean, processor.std
+            tower.normalization = Normalization(*given)
+        return tower.eval()
+
+    def table(self, tower: TowerModel, device: torch.device) -> FeatureTable:
+        return FeatureTable(tower, self.num_pages, ROWS_PER_PAGE, self.most_rows, device)
+
+
+def find_tower_weights(
+    setup: Setup, tower: TowerModel, decoder: Collection[str], unused: tuple[str, ...]
+) -> Fill:
+    """Return a function that loads a tower. `decoder`: names of the decoder's tensors."""
+    given = setup.config.model
+    tower.unused = tuple(part for part in unused if not is_of_tower(part))
+    return find_weights(tower, setup.folder, given.load_format, given.seed, decoder)
