@@ -151,6 +151,16 @@ class Reference:
             known[query] = self._greedy(self._loaded, prompt, count)
         return known[query][:count]
 
+    def tokens(
+        self, query: str, compute: Callable[[torch.nn.Module], list[int]], count: int
+    ) -> list[int]:
+        """Return `count` tokens that `compute` returns for the model, recorded as `query`."""
+        known = self._answers()
+        if len(known.get(query, ())) < count:
+            self._require_recording(query)
+            known[query] = compute(self._loaded)
+        return known[query][:count]
+
     def prompts(self, lengths: Sequence[int], count: int, vocab: int) -> list[list[int]]:
         """Return random prompts whose `count` greedy tokens are clearly the likeliest."""
         if self._used is not None:

@@ -1,0 +1,207 @@
+"""Tiny models that see, prompts with pictures, and Transformers' answers to them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests import checkpoints
+from tests.references import NEAR, Reference, _digest
+from toolkit.pictures.pool import Pixels
+from toolkit.pictures.processor import PictureProcessor
+from toolkit.pictures.settings import PictureLimits, ProcessorSettings
+from toolkit.pictures.sources import Encoded
+
+PICTURE, START, END = 7, 9, 10  # tokens
+_IDS = {
+    "image_token_id": PICTURE, "video_token_id": 8, "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}  # fmt: skip
+_TEXT = {
+    "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+_QWEN = {
+    "depth": 2, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
+}  # fmt: skip
+_AXES = {"rope_type": "default", "rope_theta": 10000.0}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2-vl": (
+        "Qwen2VL",
+        {
+            "text_config": _TEXT | {"rope_parameters": _AXES | {"mrope_section": [1, 1, 2]}},
+            "vision_config": _QWEN | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+            "tie_word_embeddings": False,
+        } | _IDS,
+        {"image_processor_type": "Qwen2VLImageProcessor"},
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {
+            "text_config": _TEXT | {"rope_parameters": _AXES | {"mrope_section": [2, 1, 1]}},
+            "vision_config": _QWEN
+            | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 20}
+            | {"window_size": 32, "fullatt_block_indexes": [1]},
+            "tie_word_embeddings": True,
+        } | _IDS,
+        {"image_processor_type": "Qwen2VLImageProcessorFast"},
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {
+            "text_config": _TEXT
+            | {"head_dim": 16, "rope_parameters": _AXES | {"mrope_section": [4, 2, 2]}},
+            "vision_config": _QWEN
+            | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 20}
+            | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+            "tie_word_embeddings": False,
+        } | _IDS,
+        {"image_processor_type": "Qwen2VLImageProcessorFast"},
+    ),
+}  # fmt: skip
+_PROCESSOR = {
+    "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64,
+    "max_pixels": 64 * 40, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3],
+}  # fmt: skip
+COUNT = 8  # tokens of an answer
+
+
+class Asked(NamedTuple):
+    """A prompt with a placeholder for each picture, and the pictures."""
+
+    token_ids: list[int]
+    pictures: tuple[int, ...] = ()
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        given: dict[str, Any] = {"prompt_token_ids": self.token_ids}
+        if self.pictures:
+            given["multi_modal_data"] = {"image": [image(one) for one in self.pictures]}
+        return given
+
+
+_SEEN = [START, PICTURE, END]
+ASKED = (
+    Asked([11, 12, *_SEEN, 13, 14], (0,)),
+    Asked([20, 21, 22, 23, 24]),
+    Asked([*_SEEN, 31, 32, *_SEEN, 33], (1, 2)),
+    Asked([11, 12, *_SEEN, 13, 14], (1,)),  # another picture after the same text
+    Asked([11, 12, *_SEEN, 40, 41], (0,)),  # the same picture, and other text
+)
+_SIZES = ((50, 33), (20, 64), (9, 9))  # width and height
+
+
+@functools.cache
+def image(index: int) -> Image.Image:
+    """Return a random picture."""
+    width, height = _SIZES[index]
+    values = np.random.RandomState(index).randint(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def reference(name: str) -> Reference:
+    family, settings, _ = MODELS[name]
+    return checkpoints.make_model(family, settings).changed(louder)
+
+
+def louder(model: torch.nn.Module) -> None:
+    """Make the tower's parameters large, so that pictures change answers."""
+    for name, parameter in model.named_parameters():
+        if "visual" in name and parameter.dim() > 1:
+            parameter.data *= 8
+
+
+def save(name: str, folder: Path) -> Path:
+    """Write a checkpoint with its image processor."""
+    from safetensors.torch import load_file, save_file
+
+    family, settings, processor = MODELS[name]
+    checkpoints.save(checkpoints.make_model(family, settings), folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for key, tensor in tensors.items():
+        if "visual" in key and tensor.dim() > 1:
+            tensor *= 8
+    save_file(tensors, file, {"format": "pt"})
+    (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR | processor))
+    return folder
+
+
+def answer(name: str, asked: Asked) -> list[int]:
+    """Return Transformers' greedy tokens after a prompt."""
+    query = f"pictures {_digest([asked.token_ids, asked.pictures, _PROCESSOR])}"
+    return reference(name).tokens(query, lambda model: _generate(model, asked), COUNT)
+
+
+def _generate(model: Any, asked: Asked) -> list[int]:
+    inputs, token_ids = _inputs(asked)
+    ids = torch.tensor([token_ids])
+    given = {"attention_mask": torch.ones_like(ids), **inputs}
+    with torch.no_grad():
+        if asked.pictures:
+            given["mm_token_type_ids"] = (ids == PICTURE).int()
+        out = model.generate(
+            ids,
+            max_new_tokens=COUNT,
+            do_sample=False,
+            eos_token_id=checkpoints.VOCAB + 1,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **given,
+        )
+    best = torch.cat(out.logits).topk(2).values
+    gap = float((best[:, 0] - best[:, 1]).min())
+    assert gap > NEAR, f"a near-tie ({gap}) after {asked}: choose another prompt"
+    return out.sequences[0, len(token_ids) :].tolist()
+
+
+def _inputs(asked: Asked) -> tuple[dict[str, Any], list[int]]:
+    """Return Transformers' inputs for the pictures, and the prompt with all placeholders."""
+    if not asked.pictures:
+        return {}, asked.token_ids
+    module = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    made = module.Qwen2VLImageProcessorPil(**_PROCESSOR)
+    found = made(images=[image(one) for one in asked.pictures], return_tensors="pt")
+    counts = iter((found["image_grid_thw"].prod(-1) // 4).tolist())
+    token_ids: list[int] = []
+    for token in asked.token_ids:
+        token_ids += [token] * (next(counts) if token == PICTURE else 1)
+    names = "pixel_values", "image_grid_thw"
+    return {name: found[name] for name in names}, token_ids
+
+
+class InlinePool:
+    """Stands for `PicturePool`: prepares pictures in this process, when they are asked for."""
+
+    def __init__(self, settings: ProcessorSettings, limits: PictureLimits) -> None:
+        self._processor = PictureProcessor(settings)
+        self.num_processed = 0
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def process(self, encoded: Encoded, param: str) -> Future[Pixels]:
+        assert encoded.raw_size is not None, "only images of Pillow"
+        assert isinstance(encoded.data, bytes)
+        self.num_processed += 1
+        picture = Image.frombytes("RGB", encoded.raw_size, encoded.data)
+        grid, array = self._processor.process(picture)
+        pixels = Pixels(*picture.size, grid, array.shape, str(array.dtype), array.tobytes())
+        done: Future[Pixels] = Future()
+        done.set_result(pixels)
+        return done
+
+
+def prompts(asked: Sequence[Asked] = ASKED) -> list[dict[str, Any]]:
+    return [one.prompt for one in asked]
