@@ -37,8 +37,11 @@ class Case:
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
 
     def engine(self, **settings: object) -> LLM:
-        limits = {"max_model_len": MAX_MODEL_LEN[self.name]} if self.name in MAX_MODEL_LEN else {}
-        return LLM(str(self.folder), **limits, **settings)
+        """Load the model. The cache of more rows would have more blocks, which each step checks."""
+        limits: dict[str, object] = {"max_num_seqs": 20}
+        if self.name in MAX_MODEL_LEN:
+            limits["max_model_len"] = MAX_MODEL_LEN[self.name]
+        return LLM(str(self.folder), **(limits | settings))
 
     def logits(self, tokens: Sequence[int], positions: slice = slice(None)) -> torch.Tensor:
         """Return Transformers' logits [positions, vocab]."""

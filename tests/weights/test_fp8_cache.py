@@ -23,6 +23,8 @@ from toolkit.weights.loading.loader import load_weights
 from toolkit.worker.kv_cache import choose_cache_dtype
 
 NAMES = ["gpt2", "llama3-gqa", "mistral-window", "qwen3"]
+SMALL = {"kv_cache_memory": 0.002}
+"""Room for all requests of a test. An engine checks each block after each step."""
 TIGHT = {"num_gpu_blocks_override": 44, "block_size": 4, "enable_prefix_caching": False}
 
 
@@ -32,7 +34,7 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(folder, **settings) -> list[list[int]]:
-    llm = LLM(str(folder), kv_cache_dtype="fp8", kv_cache_memory=0.05, max_num_seqs=4, **settings)
+    llm = LLM(str(folder), kv_cache_dtype="fp8", max_num_seqs=4, **SMALL, **settings)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     results = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
     llm.shutdown()
@@ -137,7 +139,7 @@ def test_scales_alone_change_no_answer(checkpoint, monkeypatch, name, quantizati
             dtype="float32",
             quantization=quantization,
             kv_cache_dtype=cache,
-            kv_cache_memory=0.05,
+            **SMALL,
         )
         params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=3)
         results = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
