@@ -23,7 +23,7 @@ from toolkit.weights.loading.loader import load_weights
 from toolkit.worker.kv_cache import choose_cache_dtype
 
 NAMES = ["gpt2", "llama3-gqa", "mistral-window", "qwen3"]
-SMALL = {"kv_cache_memory": 0.002}
+SMALL = {"kv_cache_memory": 0.0005}
 """Room for all requests of a test. An engine checks each block after each step."""
 TIGHT = {"num_gpu_blocks_override": 44, "block_size": 4, "enable_prefix_caching": False}
 

@@ -23,7 +23,7 @@ def greedy(folder, **settings) -> list[list[int]]:
         {"prompt_token_ids": [rng.randrange(VOCAB) for _ in range(n)]} for n in (5, 40, 17, 60)
     ]
     llm = LLM(
-        str(folder), device="cpu", dtype="float32", kv_cache_memory=0.05, max_num_seqs=4, **settings
+        str(folder), device="cpu", dtype="float32", kv_cache_memory=0.01, max_num_seqs=4, **settings
     )
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     results = llm.generate(prompts, params, use_tqdm=False)
@@ -71,7 +71,7 @@ def test_pytorch_uses_one_thread_in_a_model_of_cpu_kernels(
     monkeypatch.setattr(Decoder, "forward", counted_forward)
     monkeypatch.setattr(StepSampler, "choose", counted_choose)
     llm = LLM(
-        str(checkpoint("gpt2")), device="cpu", dtype=dtype, kv_cache_memory=0.05, num_threads=2
+        str(checkpoint("gpt2")), device="cpu", dtype=dtype, kv_cache_memory=0.01, num_threads=2
     )
     llm.generate(
         {"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False
