@@ -8,6 +8,7 @@ requests are packed."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -625,6 +626,22 @@ def rotate_(heads: Tensor, cos_sin: Tensor) -> None:
     cos, sin = (one.view(len(heads), *extra, -1) for one in cos_sin.unbind(1))
     first, second = heads.float().chunk(2, -1)
     heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
+def attend_segments(qkv: Tensor, cos_sin: Tensor | None, starts: Tensor) -> Tensor:
+    """Return attention `[num_tokens, num_heads, size]` from each token to all of its segment.
+
+    qkv: `[num_tokens, 3, num_heads, size]`, its queries and keys rotated first (`rotate_`);
+    starts: `[num_segments + 1]`. Scores are scaled by size ** -0.5."""
+    out = torch.empty_like(qkv[:, 0])
+    both = qkv.float()
+    if cos_sin is not None:
+        rotate_(both[:, :2], cos_sin)
+    for begin, end in pairwise(starts.tolist()):
+        q, k, v = both[begin:end].permute(1, 2, 0, 3)
+        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        out[begin:end] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
+    return out
 
 
 def expand_inputs(

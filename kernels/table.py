@@ -80,7 +80,7 @@ class TritonKernels(Kernels):
     def __init__(self) -> None:
         from toolkit.kernels import cublas, products, sums
         from toolkit.kernels.triton import activation, ahead, all_reduce, embedding, inputs, norm
-        from toolkit.kernels.triton.attention import attention, rotary
+        from toolkit.kernels.triton.attention import attention, rotary, windows
         from toolkit.kernels.triton.experts import experts, routing
         from toolkit.kernels.triton.products import grouped_layout, lora, matmul
         from toolkit.kernels.triton.sampling import (
@@ -130,6 +130,8 @@ class TritonKernels(Kernels):
         self.paged_attention = attention.paged_attention
         self.decode_attention = attention.decode_attention
         self.rotate_ = rotary.rotate_
+        self.attend_short = windows.attend_short
+        self.most_short = windows.MOST_TOKENS
 
         # Sampling
         self.penalize = self.penalize_in_graph = penalties.penalize

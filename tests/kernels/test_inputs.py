@@ -44,6 +44,10 @@ def test_reference_expands_a_step():
         [2, 3, 4, 0, 0, 0],
         [2 * 3, 2 * 3 + 1, 2 * 9, 2 * 8, -1, -1],
     ]
+    shifted = torch.full((6,), 77)
+    shifts = torch.tensor([5, 6, -1]), shifted
+    reference.expand_inputs(rows, starts, lengths, token_ids, block_table, 2, out, shifts=shifts)
+    assert shifted.tolist() == [1, 2, 3, 5, 0, 0]
     lengths -= torch.tensor([1, 0, 0])
     reference.expand_inputs(rows, starts, lengths, token_ids, block_table, 2, out, ahead=1)
     assert out[0].tolist() == [12, 13, 14, 0, 0, 0]
@@ -91,14 +95,18 @@ def require_equal_inputs(
     step = (*(x.to(device, torch.int32) for x in packed), token_ids, table, block_size)
     found, expected = (unfilled(sum(counts) + more_tokens, device) for _ in range(2))
     adapters = torch.arange(len(packed[0]), dtype=torch.int32, device=device) % 3 - 1
-    of_tokens = [torch.full_like(found[0], 77) for _ in range(2)]
+    of_tokens, shifted = torch.full((2, 2, len(found[0])), 77, dtype=torch.int32, device=device)
+    shifts = -torch.arange(num_rows, dtype=torch.int32, device=device)
     for ahead in (1, 0):
         if ahead and max(lengths) == width:
             continue
-        inputs.expand_inputs(*step, found, (adapters, of_tokens[0]), ahead)
-        reference.expand_inputs(*step, expected, (adapters, of_tokens[1]), ahead)
+        given = (adapters, of_tokens[0]), ahead, (shifts, shifted[0])
+        inputs.expand_inputs(*step, found, *given)
+        given = (adapters, of_tokens[1]), ahead, (shifts, shifted[1])
+        reference.expand_inputs(*step, expected, *given)
         assert [x.tolist() for x in found] == [x.tolist() for x in expected]
     assert of_tokens[0][: sum(counts)].tolist() == of_tokens[1][: sum(counts)].tolist()
+    assert shifted[0].tolist() == shifted[1].tolist()
 
 
 def test_copy_runs_equals_reference(inputs, device):

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from toolkit.kernels.table import TritonKernels, kernels_for
+
 MIN_LENGTH_RATIO = 0.75
 """Prompts of at least this fraction of the longest one's length are padded to it."""
 
@@ -69,6 +71,21 @@ class PackedBatch:
             token_types=on_device(device, types),
             prompts=Segments.of(lengths, device, dtype),
         )
+
+
+def attend_rotated(
+    qkv: torch.Tensor, cos_sin: torch.Tensor | None, segments: Segments
+) -> torch.Tensor:
+    """Rotate queries and keys, and attend as `attend`.
+
+    qkv: [num_tokens, 3, num_heads, head_size], may be changed; cos_sin: see `reference.rotate_`."""
+    kernels = kernels_for(qkv.device)
+    if isinstance(kernels, TritonKernels) and segments.longest <= kernels.most_short:
+        return kernels.attend_short(qkv, cos_sin, segments.starts)
+    if cos_sin is not None:
+        kernels.rotate_(qkv[:, :2], cos_sin)
+    query, key, value = qkv.unbind(1)
+    return attend(query, key, value, segments)
 
 
 def attend(

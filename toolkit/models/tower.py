@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.attention.packed import Segments, attend, on_device
+from toolkit.attention.packed import Segments, attend_rotated, on_device
 from toolkit.distributed import full_shard
-from toolkit.kernels.table import kernels_for
 from toolkit.layers import Embedding, Join, Linear, MergedLinear, Norm
 from toolkit.models import describe
 from toolkit.models.mix import MLPMix
@@ -94,11 +93,8 @@ class TowerBlock(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (rows,), residual = self.attn_norm(x, residual)
         qkv: torch.Tensor = self.qkv(rows).view(len(x), 3, self.num_heads, -1)
-        if batch.rotation is not None:
-            kernels_for(x.device).rotate_(qkv[:, :2], batch.rotation)
         segments = batch.windows if self.is_windowed else batch.pictures
-        query, key, value = qkv.unbind(1)
-        attended = attend(query, key, value, segments).flatten(1)
+        attended = attend_rotated(qkv, batch.rotation, segments).flatten(1)
         (rows,), residual = self.mlp_norm(self.attn_out(attended), residual)
         return self.down(self.up(rows)), residual
 
@@ -214,7 +210,7 @@ class TowerModel(WeightModule):
             found = np.concatenate([one.order + first for one, first in all_orders])
             order, back = on_device(device, found), on_device(device, np.argsort(found))
         if tower.rope_theta is not None:
-            rotation = on_device(device, self._rotation(places))
+            rotation = self._rotation(on_device(device, places))
         if tower.table is not None:
             side = int(tower.table.size**0.5)
             both = zip(layouts, grids, strict=True)
@@ -232,14 +228,14 @@ class TowerModel(WeightModule):
             Segments.of(windows, device, self.dtype),
         )
 
-    def _rotation(self, places: np.ndarray) -> np.ndarray:
+    def _rotation(self, places: torch.Tensor) -> torch.Tensor:
         """Return cosines and sines [n, 2, head_size / 2]: angles by row, then by column."""
         size = self.tower.head_size // 2
         assert self.tower.rope_theta is not None
-        exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size
         speeds = 1.0 / (self.tower.rope_theta**exponents)
-        angles = (places[:, :, None] * speeds.astype(np.float32)).reshape(len(places), -1)
-        return np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
+        angles = (places[:, :, None].float() * speeds).flatten(1)
+        return torch.stack((angles.cos(), angles.sin()), dim=1)
 
     def _normalized(self, pixels: torch.Tensor, batch: PictureBatch) -> torch.Tensor:
         """Return the pixels in the order of the blocks, in the tower's type."""
@@ -254,4 +250,3 @@ class TowerModel(WeightModule):
 
 def _norm(norm: describe.Norm) -> Norm:
     return Norm(**dataclasses.asdict(norm))
-

@@ -107,7 +107,7 @@ def _widened(v, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc):
+def dot(a, b, acc):
     """Return a @ b + acc in fp32. The interpreter multiplies bits of bf16, so they are widened."""
     if INTERPRETED:
         a = a.to(tl.float32)
@@ -160,7 +160,7 @@ def _attend(
         ]
 
         k = _load_rows(k_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE).to(q.dtype)
-        x = _dot(q, tl.trans(k), None)
+        x = dot(q, tl.trans(k), None)
         if CAPPED:
             x = 2 * tl.sigmoid(x * inner_scale) - 1
         if MASKED:
@@ -177,7 +177,7 @@ def _attend(
 
         v = _load_rows(v_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE)
         v = _widened(v, q.dtype)
-        acc = _dot(weight.to(q.dtype), v, acc * decay[:, None])
+        acc = dot(weight.to(q.dtype), v, acc * decay[:, None])
         block = block_ahead
     return acc, row_max, row_sum
 

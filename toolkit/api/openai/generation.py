@@ -109,8 +109,9 @@ async def start_group(
     check_queue(target, num_answers, num_tokens)
     streams: list[RequestStream] = []
     try:
-        for one in prepared:
-            streams.append(engine.start_request(one.request, one.text, one.features))
+        streams.extend(
+            engine.start_request(one.request, one.text, one.features) for one in prepared
+        )
     except BaseException:
         for stream in streams:
             stream.close()
