@@ -44,7 +44,7 @@ class Segments:
         return cls(
             starts=on_device(device, starts.astype(np.int32)),
             longest=int(lengths.max()),
-            groups=[] if _has_varlen(device, dtype) else _groups(lengths, starts[:-1], device),
+            groups=[] if has_varlen(device, dtype) else _groups(lengths, starts[:-1], device),
         )
 
 
@@ -94,7 +94,7 @@ def attend(
     """Attend from every token of a segment to all of them, scaled by head_size ** -0.5.
 
     query, key, value, and the result: [num_tokens, num_heads, head_size]."""
-    if _has_varlen(query.device, query.dtype):
+    if has_varlen(query.device, query.dtype):
         from torch.nn.attention.varlen import varlen_attn
 
         starts, longest = segments.starts, segments.longest
@@ -109,7 +109,7 @@ def attend(
     return out
 
 
-def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if PyTorch's flash attention supports packed prompts."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 

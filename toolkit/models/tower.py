@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +17,7 @@ from toolkit.layers import Embedding, Join, Linear, MergedLinear, Norm
 from toolkit.models import describe
 from toolkit.models.mix import MLPMix
 from toolkit.models.model import WeightModule
-from toolkit.models.towers.parts import Block, Grid, Merger, Patches, Tower, layout_of, resampled
+from toolkit.models.towers.parts import Block, Merger, Patches, PictureArrays, Tower
 from toolkit.weights.activation import activation_kind
 from toolkit.weights.slots import Slot, Slots
 from toolkit.weights.source import Source
@@ -28,24 +27,29 @@ ALIGNMENT = 64  # features between the products of an MLP, on a GPU
 
 
 @dataclass(frozen=True, slots=True)
-class Normalization:
-    """Pixels become (x · factor - mean) / std, by channel."""
-
-    factor: float = 1.0
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-    std: tuple[float, ...] = (1.0, 1.0, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
 class PictureBatch:
     """Pictures that are encoded together. Tensors are on the device."""
 
-    order: torch.Tensor | None  # [num_squares] int64, of the packed squares; None: as they are
-    back: torch.Tensor | None  # [num_squares] int64, the other way round
-    rotation: torch.Tensor | None  # [num_patches, 2, head_size / 2] fp32, cosines and sines
-    table: tuple[torch.Tensor, torch.Tensor] | None  # entries of learned positions, and weights
+    places: torch.Tensor  # [num_patches, 2] int32, row and column in the picture
+    order: torch.Tensor  # [num_squares] int32, of the packed squares; windows are together
+    back: torch.Tensor  # [num_squares] int32, the other way round
+    entries: torch.Tensor | None  # [num_patches, 4] int32, of learned positions
+    weights: torch.Tensor | None  # [num_patches, 4] fp32
     pictures: Segments
     windows: Segments
+
+    @classmethod
+    def of(cls, arrays: PictureArrays, device: torch.device, dtype: torch.dtype) -> PictureBatch:
+        """Return the batch of these arrays, for a tower of a type."""
+        given = arrays.places, arrays.order, arrays.back
+        places, order, back = (on_device(device, one) for one in given)
+        entries = weights = None
+        if arrays.entries is not None and arrays.weights is not None:
+            entries, weights = (on_device(device, one) for one in (arrays.entries, arrays.weights))
+        pictures, windows = (
+            Segments.of(lengths, device, dtype) for lengths in (arrays.pictures, arrays.windows)
+        )
+        return cls(places, order, back, entries, weights, pictures, windows)
 
 
 class PatchProduct(nn.Module):
@@ -89,12 +93,16 @@ class TowerBlock(nn.Module):
         self.up, self.down = _products(block.mlp, hidden)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: PictureBatch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: torch.Tensor | None,
+        batch: PictureBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (rows,), residual = self.attn_norm(x, residual)
         qkv: torch.Tensor = self.qkv(rows).view(len(x), 3, self.num_heads, -1)
         segments = batch.windows if self.is_windowed else batch.pictures
-        attended = attend_rotated(qkv, batch.rotation, segments).flatten(1)
+        attended = attend_rotated(qkv, rotation, segments).flatten(1)
         (rows,), residual = self.mlp_norm(self.attn_out(attended), residual)
         return self.down(self.up(rows)), residual
 
@@ -171,7 +179,12 @@ class TowerModel(WeightModule):
         super().__init__()
         self.tower, self.unused = tower, unused
         self.dtype = torch.get_default_dtype()
-        self.normalization = Normalization()
+        self.mean, self.std = (
+            nn.Buffer(torch.full((tower.patches.channels, 1), value, dtype=torch.float32))
+            for value in (0.0, 1.0)
+        )
+        self.factor = 1.0
+        """Pixels become (x · factor - mean) / std, by channel."""
         self.patches = PatchProduct(tower.patches, tower.hidden)
         table = tower.table
         self.table = None if table is None else Embedding(table.name, table.size, tower.hidden)
@@ -180,53 +193,31 @@ class TowerModel(WeightModule):
         self.levels = nn.ModuleList(SquareMerger(merger, tower) for _, merger in tower.levels)
         self._after = {block: nth for nth, (block, _) in enumerate(tower.levels)}
 
+    @torch.inference_mode()
+    def normalize_by(self, factor: float, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Set the normalization of pixels."""
+        self.factor = factor
+        for buffer, values in ((self.mean, mean), (self.std, std)):
+            buffer.copy_(torch.tensor(values)[:, None])
+
     def forward(self, pixels: torch.Tensor, batch: PictureBatch) -> torch.Tensor:
         """Return [num_squares, row size] of pixels [num_patches, channels · size²] uint8."""
-        x = self.patches(self._normalized(pixels, batch))
-        if self.table is not None and batch.table is not None:
-            entries, weights = batch.table
-            learned = (self.table(entries) * weights[:, :, None].to(x.dtype)).sum(1)
-            x = x + learned
+        x: torch.Tensor = self.patches(self._normalized(pixels, batch.order))
+        if self.table is not None:
+            assert batch.entries is not None
+            assert batch.weights is not None
+            entries = self.table(batch.entries)
+            x = x + (entries * batch.weights[:, :, None].to(x.dtype)).sum(1)
+        rotation = None if self.tower.rope_theta is None else self._rotation(batch.places)
         residual: torch.Tensor | None = None
         levels = []
         for index, block in enumerate(self.blocks):
-            x, residual = block(x, residual, batch)
+            x, residual = block(x, residual, rotation, batch)
             if (nth := self._after.get(index)) is not None:
                 x, residual = x + residual, None
                 levels.append(self.levels[nth](x))
         rows = torch.cat([self.merger(x, residual), *levels], dim=1)
-        return rows if batch.back is None else rows[batch.back]
-
-    def batch_of(self, grids: Sequence[Grid], device: torch.device) -> PictureBatch:
-        """Return the inputs of pictures besides their pixels, on the device."""
-        tower = self.tower
-        layouts = [layout_of(grid, tower.merge, tower.window) for grid in grids]
-        places = np.concatenate([one.places for one in layouts])
-        order = back = rotation = table = None
-        if tower.window:
-            squares = [rows * columns for rows, columns in grids]
-            firsts = np.cumsum([0, *squares[:-1]])
-            all_orders = zip(layouts, firsts, strict=True)
-            found = np.concatenate([one.order + first for one, first in all_orders])
-            order, back = on_device(device, found), on_device(device, np.argsort(found))
-        if tower.rope_theta is not None:
-            rotation = self._rotation(on_device(device, places))
-        if tower.table is not None:
-            side = int(tower.table.size**0.5)
-            both = zip(layouts, grids, strict=True)
-            found_entries = [resampled(one.places, tower.patch_grid(g), side) for one, g in both]
-            entries, weights = (np.concatenate(part) for part in zip(*found_entries, strict=True))
-            table = on_device(device, entries), on_device(device, weights)
-        lengths = np.array([tower.num_patches(grid) for grid in grids])
-        windows = np.concatenate([one.windows for one in layouts])
-        return PictureBatch(
-            order,
-            back,
-            rotation,
-            table,
-            Segments.of(lengths, device, self.dtype),
-            Segments.of(windows, device, self.dtype),
-        )
+        return rows.index_select(0, batch.back)
 
     def _rotation(self, places: torch.Tensor) -> torch.Tensor:
         """Return cosines and sines [n, 2, head_size / 2]: angles by row, then by column."""
@@ -237,15 +228,12 @@ class TowerModel(WeightModule):
         angles = (places[:, :, None].float() * speeds).flatten(1)
         return torch.stack((angles.cos(), angles.sin()), dim=1)
 
-    def _normalized(self, pixels: torch.Tensor, batch: PictureBatch) -> torch.Tensor:
+    def _normalized(self, pixels: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         """Return the pixels in the order of the blocks, in the tower's type."""
-        if batch.order is not None:
-            square = self.tower.merge**2
-            pixels = pixels.view(-1, square * pixels.shape[1])[batch.order].view_as(pixels)
-        given, channels = self.normalization, self.tower.patches.channels
-        mean, std = (torch.tensor(one, device=pixels.device) for one in (given.mean, given.std))
-        x = pixels.view(len(pixels), channels, -1).float() * given.factor
-        return ((x - mean[:, None]) / std[:, None]).flatten(1).to(self.dtype)
+        channels = self.tower.patches.channels
+        squares = pixels.view(len(order), -1).index_select(0, order)
+        x = squares.view(len(pixels), channels, -1).float() * self.factor
+        return ((x - self.mean) / self.std).flatten(1).to(self.dtype)
 
 
 def _norm(norm: describe.Norm) -> Norm:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,11 +11,11 @@ import torch
 
 from toolkit.attention import AttentionBatch, FeatureRows
 from toolkit.hardware.memory import to_device
-from toolkit.models.tower import TowerModel
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import Encode
 from toolkit.sequence import Feature
 from toolkit.worker.axes import axis_positions
+from toolkit.worker.picture_encoder import PictureEncoder
 
 Ints = npt.NDArray[np.int64]
 
@@ -25,42 +24,22 @@ class FeatureTable:
     """Rows that a tower has computed, in pages: [num_pages · rows_per_page, row size]."""
 
     def __init__(
-        self,
-        tower: TowerModel,
-        num_pages: int,
-        rows_per_page: int,
-        most_rows: int,
-        device: torch.device,
+        self, encoder: PictureEncoder, num_pages: int, rows_per_page: int, most_rows: int
     ) -> None:
         """most_rows: of a feature."""
-        self._tower, self._rows_per_page, self._device = tower, rows_per_page, device
-        self.most_rows = most_rows
-        shape = num_pages * rows_per_page, tower.tower.row_size
-        self._rows = torch.zeros(shape, dtype=tower.dtype, device=device)
+        self.encoder, self.most_rows = encoder, most_rows
+        self._rows_per_page, self._device = rows_per_page, encoder.device
+        shape, dtype = (num_pages * rows_per_page, encoder.row_size), encoder.tower.dtype
+        self._rows = torch.zeros(shape, dtype=dtype, device=self._device)
         self._pages: dict[bytes, Ints] = {}
 
-    @torch.inference_mode()
-    def encode(self, loads: Sequence[Encode]) -> None:
+    def load(self, loads: Sequence[Encode]) -> None:
         """Compute features into their pages."""
-        if not loads:
-            return
-        grids = [load.grid for load in loads]
-        pixels = torch.from_numpy(
-            np.frombuffer(bytearray().join(load.data for load in loads), np.uint8)
-        )
-        batch = self._tower.batch_of(grids, self._device)
-        num_patches = sum(map(self._tower.tower.num_patches, grids))
-        rows = self._tower(to_device(pixels.view(num_patches, -1), self._device), batch)
-        places = [self._place(load) for load in loads]
-        self._rows[to_device(torch.from_numpy(np.concatenate(places)), self._device)] = rows
-
-    def rehearse(self, num_rows: int) -> None:
-        """Compute a feature of about this many rows, which no request has."""
-        rows = math.isqrt(num_rows)
-        grid = rows, num_rows // rows
-        pages = list(range(-(-grid[0] * grid[1] // self._rows_per_page)))
-        size = self._tower.tower.num_patches(grid) * self._tower.tower.patches.pixels
-        self.encode([Encode(b"", pages, grid, bytes(size))])
+        if loads:
+            data = [load.data for load in loads]
+            rows = self.encoder.encode(data, [load.grid for load in loads])
+            places = np.concatenate([self._place(load) for load in loads])
+            self._rows[to_device(torch.from_numpy(places), self._device)] = rows
 
     def _place(self, load: Encode) -> Ints:
         """Note where a feature is. Return the table's rows for its own."""
@@ -95,7 +74,7 @@ class FeatureRequests:
     def apply(self, step: SchedulerOutput) -> None:
         """Compute the features that a step loads, and note its new rows."""
         if self.table is not None:
-            self.table.encode([load for load in step.loads if isinstance(load, Encode)])
+            self.table.load([load for load in step.loads if isinstance(load, Encode)])
         for new in step.new_rows:
             self._place(new)
 

@@ -374,6 +374,11 @@ class Runner:
         torch.cuda.synchronize()
         empty_cache()  # memory of the steps before the captures
 
+    def capture_encoder(self) -> None:
+        """Capture the graphs of an encoder of pictures, unless they are captured already."""
+        if self.features is not None and self.features.table is not None:
+            self.features.table.encoder.capture()
+
     @torch.inference_mode()
     def capture_penalties(self) -> None:
         """Capture the graphs that sample again, after all others, whose logits they read."""

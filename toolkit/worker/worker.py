@@ -155,6 +155,7 @@ class Worker:
                 phases("CUDA graphs"),
                 memory.explain_out_of_memory("CUDA graphs next to the KV cache", device, advice),
             ):
+                self.runner.capture_encoder()
                 self.runner.capture(self.runner.policy.shapes)
                 self.runner.capture_penalties()
         if device.type == "cuda":

@@ -32,7 +32,7 @@ def attend_short(qkv: Tensor, cos_sin: Tensor | None, starts: Tensor) -> Tensor:
         size**-0.5 * 1.4426950408889634,
         NUM_HEADS=num_heads,
         HALF=size // 2,
-        HALF_BLOCK=power_of_two(size // 2),
+        HALF_BLOCK=max(16, power_of_two(size // 2)),
         TOKENS=MOST_TOKENS,
         ROTATED=cos_sin is not None,
         num_warps=4,

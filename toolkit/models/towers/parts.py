@@ -5,10 +5,11 @@ for one token of the decoder. A tower orders patches by these squares, row by ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from toolkit.models.describe import MLP, Norm, Table
 from toolkit.weights.source import Source, consecutive
 
 Grid = tuple[int, int]  # rows and columns of the tokens of a picture
-Ints = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,16 @@ class Tower:
         return self.hidden // self.num_heads
 
     @property
+    def side(self) -> int:
+        """Entries of a side of the table of positions; 0 without one."""
+        return 0 if self.table is None else math.isqrt(self.table.size)
+
+    @property
+    def most_window(self) -> int:
+        """Most patches of a window; without windows, of a picture."""
+        return (self.window * self.merge) ** 2 or 2**31
+
+    @property
     def row_size(self) -> int:
         """Numbers for each token: its embedding, and a row for each level."""
         return self.out * (1 + len(self.levels))
@@ -102,49 +113,75 @@ class Tower:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Patches of a picture, in the order in which the blocks have them."""
+class PictureArrays:
+    """Places of the patches of pictures, in the order in which the blocks have them."""
 
-    order: Ints | None  # squares by their index in the picture; None: as they are
-    places: Ints  # [num_patches, 2], row and column of each patch
-    windows: Ints  # numbers of patches of windows, one after the other
+    places: Array  # [num_patches, 2] int32, row and column
+    order: Array  # [num_squares] int32, packed squares; those of a window are together
+    back: Array  # [num_squares] int32, the other way round
+    entries: Array | None  # [num_patches, 4] int32, of learned positions
+    weights: Array | None  # [num_patches, 4] fp32
+    pictures: Array  # numbers of patches
+    windows: Array  # numbers of patches, one window after the other
+
+    @classmethod
+    def of(cls, tower: Tower, grids: Sequence[Grid]) -> PictureArrays:
+        """Return the arrays of pictures that are encoded together."""
+        found = [_arrays_of_one(grid, tower.merge, tower.window, tower.side) for grid in grids]
+        if len(found) == 1:
+            return found[0]
+        firsts = np.cumsum([0, *(rows * columns for rows, columns in grids)])
+        shifted = [
+            replace(one, order=one.order + first, back=one.back + first)
+            for one, first in zip(found, firsts, strict=False)
+        ]
+        columns = {name: [getattr(one, name) for one in shifted] for name in _NAMES}
+        joined: dict[str, Any] = {
+            name: None if parts[0] is None else np.concatenate(parts)
+            for name, parts in columns.items()
+        }
+        return cls(**joined)
 
 
-@lru_cache(maxsize=256)
-def layout_of(grid: Grid, merge: int, window: int) -> Layout:
-    """Return the layout of a picture's patches, with windows of so many squares if any.
+_NAMES = [field.name for field in fields(PictureArrays)]
+
+
+@lru_cache(maxsize=64)
+def _arrays_of_one(grid: Grid, merge: int, window: int, side: int) -> PictureArrays:
+    """Return the arrays of one picture. `side`: of the grid of learned positions; 0: none.
 
     Windows begin at the top left; those at the other edges are cut (Qwen2.5-VL,
     arXiv:2502.13923, section 2.1.1)."""
     rows, columns = grid
-    squares = np.arange(rows * columns).reshape(rows, columns)
-    order, counts = None, [rows * columns]
-    if window:
-        parts = [
-            squares[top : top + window, left : left + window].ravel()
-            for top in range(0, rows, window)
-            for left in range(0, columns, window)
-        ]
-        order, counts = np.concatenate(parts), [len(part) for part in parts]
-    ordered = squares.ravel() if order is None else order
-    inside = np.arange(merge * merge)
-    row = (ordered // columns)[:, None] * merge + inside // merge
-    column = (ordered % columns)[:, None] * merge + inside % merge
+    squares = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+    step = window or max(grid)
+    parts = [
+        squares[top : top + step, left : left + step].ravel()
+        for top in range(0, rows, step)
+        for left in range(0, columns, step)
+    ]
+    order, inside = np.concatenate(parts), np.arange(merge * merge, dtype=np.int32)
+    row = (order // columns)[:, None] * merge + inside // merge
+    column = (order % columns)[:, None] * merge + inside % merge
     places = np.stack((row.ravel(), column.ravel()), axis=1)
-    return Layout(order, places, np.array(counts) * merge * merge)
+    patches = rows * merge, columns * merge
+    entries, weights = _resampled(places, patches, side) if side else (None, None)
+    windows = np.array([len(part) for part in parts]) * merge * merge
+    back = np.argsort(order).astype(np.int32)
+    pictures = np.array([len(places)])
+    return PictureArrays(places, order, back, entries, weights, pictures, windows)
 
 
-def resampled(places: Ints, grid: Grid, side: int) -> tuple[Ints, npt.NDArray[np.float32]]:
+def _resampled(places: Array, grid: Grid, side: int) -> tuple[Array, Array]:
     """Return (entries [n, 4], weights [n, 4]) of a table [side · side] for patches of a grid.
 
     Bilinear, with equal corners: the first and the last patch have the first and the last entry.
     """
     taps, shares = [], []
     for axis, size in enumerate(grid):
-        at = (
-            places[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
-        )
-        low = np.floor(at).astype(np.int64)
+        at = places[:, axis].astype(np.float32) * np.float32(side - 1)
+        at /= np.float32(max(size - 1, 1))
+        low = np.floor(at).astype(np.int32)
         part = at - low
         taps.append(np.stack((low, np.minimum(low + 1, side - 1)), axis=1))
         shares.append(np.stack((1 - part, part), axis=1))

@@ -14,7 +14,7 @@ from toolkit.models import describe
 from toolkit.models.config.registry import describe as describe_model
 from toolkit.models.config.towers import Sight
 from toolkit.models.model import default_dtype
-from toolkit.models.tower import Normalization, TowerModel
+from toolkit.models.tower import TowerModel
 from toolkit.pictures.settings import FILES, ProcessorSettings, read_processor
 from toolkit.pictures.tokens import largest_grid
 from toolkit.weights.loading.loader import find_weights
@@ -22,6 +22,7 @@ from toolkit.weights.names import is_of_tower
 from toolkit.weights.quantization import unquantized
 from toolkit.worker.features import FeatureTable
 from toolkit.worker.info import SightInfo
+from toolkit.worker.picture_encoder import PictureEncoder
 from toolkit.worker.startup.loading import Fill
 from toolkit.worker.startup.setup import Setup
 
@@ -99,12 +100,12 @@ class TowerPlan:
         if processor.rescale_factor is not None:
             assert processor.mean is not None
             assert processor.std is not None
-            given = processor.rescale_factor, processor.mean, processor.std
-            tower.normalization = Normalization(*given)
+            tower.normalize_by(processor.rescale_factor, processor.mean, processor.std)
         return tower.eval()
 
     def table(self, tower: TowerModel, device: torch.device) -> FeatureTable:
-        return FeatureTable(tower, self.num_pages, ROWS_PER_PAGE, self.most_rows, device)
+        encoder = PictureEncoder(tower, device)
+        return FeatureTable(encoder, self.num_pages, ROWS_PER_PAGE, self.most_rows)
 
 
 def find_tower_weights(

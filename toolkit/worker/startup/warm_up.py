@@ -64,7 +64,7 @@ class WarmUp:
         """Compute the largest picture, if the model sees."""
         features = self._runner.features if isinstance(self._runner, Runner) else None
         if features is not None and features.table is not None:
-            features.table.rehearse(features.table.most_rows)
+            features.table.encoder.rehearse(features.table.most_rows)
 
     def compile(self, kernels: TritonKernels, num_threads: int) -> None:
         """Compile the kernels of all steps that can occur, in parallel.
@@ -200,13 +200,17 @@ class WarmUp:
         shapes = self._step_runner.policy.shapes
         if not shapes:
             return 0
+        empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        self._step_runner.capture_encoder()
+        taken = max(0, free - torch.cuda.mem_get_info()[0])
         drafter = self._step_runner.drafter
         if drafter is None or not drafter.is_capturable:
             kinds = [(False, False)] * len(shapes)
         else:
             kinds = new_drafter_graphs(shapes)
         empty_cache()  # else memory of earlier steps would count for the first
-        taken = self._captured_bytes(shapes[0])
+        taken += self._captured_bytes(shapes[0])
         for kind, count in Counter(kinds[1:]).items():
             taken += count * self._captured_bytes(shapes[kinds.index(kind, 1)])
         return taken

@@ -1,0 +1,147 @@
+"""Runs a tower. On a GPU, the common numbers of patches are CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from toolkit.attention.packed import Segments, has_varlen
+from toolkit.hardware.graph_capture import capture
+from toolkit.hardware.memory import to_device
+from toolkit.models.tower import PictureBatch, TowerModel
+from toolkit.models.towers.parts import Grid, PictureArrays
+
+STEP, MOST = 128, 2048  # rows of the graphs
+MOST_PICTURES = 16  # of a graph
+PATCHES_PER_WINDOW = 32  # at least, on average
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured number of patches, and its output. Unused patches are in no segment."""
+
+    graph: torch.cuda.CUDAGraph
+    rows: torch.Tensor
+    num_ints: int
+
+
+class PictureEncoder:
+    """Computes pictures with a tower."""
+
+    def __init__(self, tower: TowerModel, device: torch.device) -> None:
+        self.tower, self.device = tower, device
+        self.row_size, self._description = tower.tower.row_size, tower.tower
+        self._graphs: dict[int, _Graph] = {}  # by number of rows
+
+    @torch.inference_mode()
+    def encode(self, data: Sequence[bytes], grids: Sequence[Grid]) -> torch.Tensor:
+        """Return the rows [num_rows, row size] of pictures, one after the other.
+
+        data: pixels as uint8. The result is overwritten by the next call."""
+        arrays = PictureArrays.of(self._description, grids)
+        pixels = np.frombuffer(bytearray().join(data), np.uint8).reshape(len(arrays.places), -1)
+        num_rows = len(arrays.order)
+        graph = self._graphs.get(-(-num_rows // STEP) * STEP)
+        if graph is None or not _fits(arrays):
+            batch = PictureBatch.of(arrays, self.device, self.tower.dtype)
+            rows: torch.Tensor = self.tower(to_device(torch.from_numpy(pixels), self.device), batch)
+            return rows
+        self._pixels[: len(pixels)] = to_device(torch.from_numpy(pixels), self.device)
+        ints = np.concatenate(self._ints(arrays, len(graph.rows)))
+        self._packed[: len(ints)] = to_device(torch.from_numpy(ints), self.device)
+        if arrays.weights is not None:
+            self._weights[: len(pixels)] = to_device(torch.from_numpy(arrays.weights), self.device)
+        graph.graph.replay()
+        return graph.rows[:num_rows]
+
+    def rehearse(self, num_rows: int) -> None:
+        """Compute a picture of about this many rows, kernel by kernel."""
+        rows = math.isqrt(num_rows)
+        grid = rows, num_rows // rows
+        size = self._description.num_patches(grid) * self._description.patches.pixels
+        graphs, self._graphs = self._graphs, {}
+        self.encode([bytes(size)], [grid])
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture a graph for each number of rows, on the current stream."""
+        if self._graphs or not has_varlen(self.device, self.tower.dtype):
+            return
+        most, square = MOST, self._description.merge**2
+        patches, device = most * square, self.device
+        size = self._description.patches.pixels
+        self._pixels = torch.zeros(patches, size, dtype=torch.uint8, device=device)
+        self._weights = torch.zeros(patches, 4, dtype=torch.float32, device=device)
+        empty = _padding(square, bool(self._description.table))
+        length = sum(map(len, self._ints(empty, most)))
+        self._packed = torch.zeros(length, dtype=torch.int32, device=device)
+        pool: Any = torch.cuda.graph_pool_handle()
+        for num_rows in range(most, 0, -STEP):
+            ints = self._ints(empty, num_rows)
+            self._packed[: sum(map(len, ints))] = torch.from_numpy(np.concatenate(ints)).to(device)
+            batch = self._batch(num_rows, [len(one) for one in ints])
+            pixels = self._pixels[: num_rows * square]
+            graph, rows = capture(functools.partial(self.tower, pixels, batch), pool)
+            self._graphs[num_rows] = _Graph(graph, rows, sum(map(len, ints)))
+
+    def _batch(self, num_rows: int, sizes: Sequence[int]) -> PictureBatch:
+        """Return the inputs of a graph, which are parts of the buffers."""
+        patches = num_rows * self._description.merge**2
+        parts = list(torch.split(self._packed[: sum(sizes)], list(sizes)))
+        order, back, places, pictures, windows = parts[:5]
+        entries = parts[5].view(-1, 4) if len(parts) > 5 else None
+        return PictureBatch(
+            places.view(-1, 2),
+            order,
+            back,
+            entries,
+            None if entries is None else self._weights[:patches],
+            Segments(pictures, patches, []),
+            Segments(windows, min(patches, self._description.most_window), []),
+        )
+
+    def _ints(self, arrays: PictureArrays, num_rows: int) -> list[npt.NDArray[np.int32]]:
+        """Return the integers of a graph, padded: order, back, places, starts and entries."""
+        rest = np.arange(len(arrays.order), num_rows, dtype=np.int32)
+        more = len(rest) * self._description.merge**2
+        patches = num_rows * self._description.merge**2
+        found = [
+            np.concatenate((arrays.order, rest)),
+            np.concatenate((arrays.back, rest)),
+            np.concatenate((arrays.places.ravel(), np.zeros(2 * more, np.int32))),
+            _starts(arrays.pictures, MOST_PICTURES),
+            _starts(arrays.windows, patches // PATCHES_PER_WINDOW),
+        ]
+        if arrays.entries is not None:
+            found.append(np.concatenate((arrays.entries.ravel(), np.zeros(4 * more, np.int32))))
+        return found
+
+
+def _starts(lengths: npt.NDArray[Any], count: int) -> npt.NDArray[np.int32]:
+    """Return where segments begin, and the last ends; further ones are empty."""
+    starts = np.zeros(count + 1, np.int32)
+    np.cumsum(lengths, out=starts[1 : len(lengths) + 1])
+    starts[len(lengths) + 1 :] = starts[len(lengths)]
+    return starts
+
+
+def _fits(arrays: PictureArrays) -> bool:
+    most = len(arrays.places) // PATCHES_PER_WINDOW
+    return len(arrays.pictures) <= MOST_PICTURES and len(arrays.windows) <= most
+
+
+def _padding(square: int, has_table: bool) -> PictureArrays:
+    """Return arrays without pictures."""
+    none = np.zeros(0, np.int32)
+    entries = none.reshape(0, 4) if has_table else None
+    return PictureArrays(
+        none.reshape(0, 2), none, none, entries, None, np.zeros(0, np.int64), np.zeros(0, np.int64)
+    )
