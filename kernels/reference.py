@@ -628,6 +628,16 @@ def rotate_(heads: Tensor, cos_sin: Tensor) -> None:
     heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
 
+def place_rows(x: Tensor, table: Tensor, index: Tensor, column: int, *, adds: bool) -> None:
+    """Set rows of x `[num_tokens, size]` to a part of a table's rows, or add it, in place.
+
+    table: `[num_rows, width]`, from `column` on; index: int32 `[num_tokens]`, a row of the table,
+    or -1: x keeps its row."""
+    which = index >= 0
+    rows = table[index[which].long(), column : column + x.shape[1]]
+    x[which] = x[which] + rows if adds else rows
+
+
 def attend_segments(qkv: Tensor, cos_sin: Tensor | None, starts: Tensor) -> Tensor:
     """Return attention `[num_tokens, num_heads, size]` from each token to all of its segment.
 

@@ -27,6 +27,7 @@ class Kernels:
 
         # Towers
         self.rotate_ = reference.rotate_
+        self.place_rows = reference.place_rows
 
         # Sampling
         self.penalize = plain.penalize
@@ -124,6 +125,7 @@ class TritonKernels(Kernels):
         self.rms_norm_rows = norm.rms_norm_rows
         self.soft_cap_ = activation.soft_cap_
         self.embed_shard = embedding.embed_shard
+        self.place_rows = embedding.place_rows
 
         # Attention
         self.qk_norm_rope_write = rotary.qk_norm_rope_write
@@ -131,7 +133,7 @@ class TritonKernels(Kernels):
         self.decode_attention = attention.decode_attention
         self.rotate_ = rotary.rotate_
         self.attend_short = windows.attend_short
-        self.most_short = windows.MOST_TOKENS
+        self.max_short_segment = windows.MOST_TOKENS
 
         # Sampling
         self.penalize = self.penalize_in_graph = penalties.penalize

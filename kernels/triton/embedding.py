@@ -40,6 +40,36 @@ def embed_shard(indices: Tensor, table: Tensor, begin: int, count: int) -> Tenso
     return out
 
 
+def place_rows(x: Tensor, table: Tensor, index: Tensor, column: int, *, adds: bool) -> None:
+    """Compute `reference.place_rows`. All are contiguous."""
+    if not (x.is_contiguous() and table.is_contiguous() and index.is_contiguous()):
+        raise ValueError("rows, table and index must be contiguous")
+    num_tokens, size = x.shape
+    chunk = min(CHUNK, triton.next_power_of_2(size))
+    _place_kernel[(num_tokens, triton.cdiv(size, chunk))](
+        x, table, index, size, table.shape[1], column, CHUNK=chunk, ADDS=adds, num_warps=4
+    )
+
+
+@triton.jit
+def _place_kernel(
+    x_ptr, table_ptr, index_ptr, size, width, first, CHUNK: tl.constexpr, ADDS: tl.constexpr
+):
+    """Place one chunk of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(index_ptr + row).to(tl.int64)
+    if index >= 0:
+        column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        inside = column < size
+        value = tl.load(table_ptr + index * width + first + column, mask=inside, other=0.0)
+        x_ptr += row * size + column
+        if ADDS:
+            value = (value.to(tl.float32) + tl.load(x_ptr, mask=inside).to(tl.float32)).to(
+                value.dtype
+            )
+        tl.store(x_ptr, value, mask=inside)
+
+
 @triton.jit(do_not_specialize=["begin", "count"])
 def _embed_kernel(
     index_ptr, table_ptr, out_ptr, begin, count, size, CHUNK: tl.constexpr, PDL: tl.constexpr

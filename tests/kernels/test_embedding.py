@@ -50,3 +50,24 @@ def test_tables_that_are_not_contiguous_are_errors(embedding, device):
     table = torch.ones(4, 8, device=device)
     with pytest.raises(ValueError, match="contiguous"):
         embedding.embed_shard(torch.zeros(2, dtype=torch.int32, device=device), table.T, 0, 4)
+
+
+def test_reference_places_rows():
+    table = torch.arange(24.0).view(4, 6)
+    x, index = torch.ones(3, 2), torch.tensor([2, -1, 0], dtype=torch.int32)
+    reference.place_rows(x, table, index, 2, adds=True)
+    assert x.tolist() == [[15, 16], [1, 1], [3, 4]]
+    reference.place_rows(x, table, index, 0, adds=False)
+    assert x.tolist() == [[12, 13], [1, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_place_rows_equals_reference(embedding, device, adds):
+    torch.manual_seed(0)
+    table = torch.randn(5, 15000, device=device, dtype=torch.float16)
+    index = torch.tensor([4, -1, 0, 4], dtype=torch.int32, device=device)
+    found = torch.randn(4, 5000, device=device, dtype=torch.float16)
+    expected = found.clone()
+    embedding.place_rows(found, table, index, 10000, adds=adds)
+    reference.place_rows(expected, table, index, 10000, adds=adds)
+    assert torch.equal(found, expected)

@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = {"kv_cache_memory": 0.05, "max_num_seqs": 16, "dtype": "
 MODES: dict[str, dict[str, Any]] = {
     "graphs": {},
     "kernel by kernel": {"enforce_eager": True, "async_scheduling": False},
+    "single tokens": {"max_num_batched_tokens": 4, "max_num_seqs": 4, "mm_cache_gib": 0.0},
     "chunks": {"max_num_batched_tokens": 17, "mm_cache_gib": 0.0},
     "swap": {
         "num_gpu_blocks_override": 12, "max_model_len": 96, "block_size": 8, "swap_space": 0.01,

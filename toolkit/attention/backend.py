@@ -18,9 +18,9 @@ from toolkit.kernels.reference import HeadNorm
 class FeatureRows:
     """Embeddings of tokens that stand for features."""
 
-    tokens: torch.Tensor  # [n] int64, of the step
-    rows: torch.Tensor
-    """[n, hidden · (1 + levels)]: an embedding, and what the first layers add to the residual."""
+    index: torch.Tensor  # [num_tokens] int32, each token's row of the table; -1: none
+    table: torch.Tensor
+    """[num_rows, hidden · (1 + levels)]: embeddings, and what first layers add to the residual."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class AttentionBatch:
     order: torch.Tensor | None = None  # [num_reqs], requests by descending context length
     rope_positions: torch.Tensor | None = None
     """[num_tokens] or [3, num_tokens], positions for the rotation. None: `positions`."""
-    features: FeatureRows | None = None  # in a step with tokens of features
+    features: FeatureRows | None = None  # in a step that may have tokens of features
     rope: tuple[torch.Tensor, ...] = ()
     """Cosines and sines of each token, [num_tokens, 2, rotary_size / 2], by kind of rotation.
 

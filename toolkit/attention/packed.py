@@ -80,7 +80,7 @@ def attend_rotated(
 
     qkv: [num_tokens, 3, num_heads, head_size], may be changed; cos_sin: see `reference.rotate_`."""
     kernels = kernels_for(qkv.device)
-    if isinstance(kernels, TritonKernels) and segments.longest <= kernels.most_short:
+    if isinstance(kernels, TritonKernels) and segments.longest <= kernels.max_short_segment:
         return kernels.attend_short(qkv, cos_sin, segments.starts)
     if cos_sin is not None:
         kernels.rotate_(qkv[:, :2], cos_sin)

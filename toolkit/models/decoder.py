@@ -12,6 +12,7 @@ from torch import nn
 
 from toolkit.attention import AttentionBatch
 from toolkit.distributed import current_group, current_stage
+from toolkit.kernels.table import kernels_for
 from toolkit.layers import Embedding, Join, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.layers.replay import Replay
 from toolkit.models import describe
@@ -19,7 +20,7 @@ from toolkit.models.mix import Mix, build_mix
 from toolkit.models.model import CausalLM
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.rotary import RotaryTables
-from toolkit.weights.quantization import linear_bytes, quantizes_head
+from toolkit.weights.quantization import linear_bytes, quantizes_head, target_device
 
 
 class Step(nn.Module):
@@ -132,6 +133,7 @@ class Decoder(CausalLM):
         )
         norms = [_norm(description.norm)] if self.stage.is_last else []
         self.last = Join(hidden, norms, *_after(before[-1]))
+        self._place_rows = kernels_for(target_device()).place_rows
         self._few_layers: list[Sequence[Step]] = []
         # What experts compute depends on the numbers of a step.
         self._can_record = (
@@ -176,7 +178,7 @@ class Decoder(CausalLM):
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
         if (features := batch.features) is not None:
-            x = x.index_copy(0, features.tokens, features.rows[:, : self.hidden_size])
+            self._place_rows(x, features.table, features.index, 0, adds=False)
         if self.description.positions is not None:
             x = x + self.embed_positions(batch.positions + self.description.positions.first)
         return x
@@ -198,10 +200,10 @@ class Decoder(CausalLM):
     def _add_level(self, stream: Stream, batch: AttentionBatch, index: int) -> None:
         """Add the rows that features have for a layer's output (DeepStack, arXiv:2406.04334)."""
         assert batch.features is not None
-        size = self.hidden_size
-        level = batch.features.rows[:, size * (index + 1) : size * (index + 2)]
-        if self.stage.is_first and level.shape[1]:
-            stream.residual = stream.residual.index_add(0, batch.features.tokens, level)
+        table, column = batch.features.table, self.hidden_size * (index + 1)
+        if column < table.shape[1]:
+            rows, which = stream.residual, batch.features.index
+            self._place_rows(rows, table, which, column, adds=True)
 
     def _run_tapped(self, x: torch.Tensor, batch: AttentionBatch, taps: Taps) -> torch.Tensor:
         """Run all layers, and keep the hidden states that a drafter reads."""

@@ -28,7 +28,7 @@ class RotaryTables(nn.Module):
     def __init__(self, ropes: Iterable[Rope], max_model_len: int, axes: Sequence[int] = ()) -> None:
         """`axes`: that of each pair, for tokens with a position on each of several axes."""
         super().__init__()
-        self._axes = tuple(axes)
+        self._axes = nn.Buffer(torch.tensor(axes, dtype=torch.int64), persistent=False)
         self._kinds: list[tuple[Rope, bool]] = []  # (rotation, is it of queries alone)
         self._max_model_len = max_model_len
         self._tables: list[str] = []
@@ -53,8 +53,7 @@ class RotaryTables(nn.Module):
         tables = [getattr(self, name) for name in self._tables]
         if positions.dim() == 1:
             return tuple(table.index_select(0, positions) for table in tables)
-        of_pairs = torch.tensor(self._axes, device=positions.device)
-        index = positions.long()[of_pairs].T[:, None]
+        index = positions.long().index_select(0, self._axes).T[:, None]
         return tuple(table.gather(0, index.expand(-1, 2, -1)) for table in tables)
 
     def _add(self, rope: Rope, of_queries: bool) -> None:

@@ -57,8 +57,10 @@ class PatchProduct(nn.Module):
 
     def __init__(self, patches: Patches, hidden: int) -> None:
         super().__init__()
-        self.patches = patches
-        self.weight = parameter(torch.empty(hidden, *patches.shape))
+        self.source = patches.source
+        self.frames: nn.Parameter | None = parameter(torch.empty(hidden, *patches.shape))
+        """The checkpoint's weight, until it is loaded."""
+        self.weight = parameter(torch.empty(hidden, patches.pixels))
         self.bias = parameter(torch.empty(hidden)) if patches.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,16 +68,16 @@ class PatchProduct(nn.Module):
 
     def arrange(self) -> None:
         """Add the weights of frames, which are equal in a still picture."""
-        weight: torch.Tensor = self.weight
-        if self.patches.frames > 1:
-            weight = weight.float().sum(2).to(weight.dtype)
-        self.weight = parameter(weight.flatten(1))
+        assert self.frames is not None, "called once"
+        frames = self.frames.float()
+        self.weight.copy_((frames.sum(2) if frames.dim() == 5 else frames).flatten(1))
+        self.frames = None
 
     def slots(self) -> Slots:
-        source = self.patches.source
-        slots: Slots = {source.tensor("weight"): Slot(self.weight)}
+        assert self.frames is not None, "called before loading"
+        slots: Slots = {self.source.tensor("weight"): Slot(self.frames)}
         if self.bias is not None:
-            slots[source.tensor("bias")] = Slot(self.bias)
+            slots[self.source.tensor("bias")] = Slot(self.bias)
         return slots
 
 

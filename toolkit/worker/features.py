@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,7 @@ class FeatureTable:
         self.encoder, self.most_rows = encoder, most_rows
         self._rows_per_page, self._device = rows_per_page, encoder.device
         shape, dtype = (num_pages * rows_per_page, encoder.row_size), encoder.tower.dtype
-        self._rows = torch.zeros(shape, dtype=dtype, device=self._device)
+        self.rows = torch.zeros(shape, dtype=dtype, device=self._device)
         self._pages: dict[bytes, Ints] = {}
 
     def load(self, loads: Sequence[Encode]) -> None:
@@ -39,7 +38,7 @@ class FeatureTable:
             data = [load.data for load in loads]
             rows = self.encoder.encode(data, [load.grid for load in loads])
             places = np.concatenate([self._place(load) for load in loads])
-            self._rows[to_device(torch.from_numpy(places), self._device)] = rows
+            self.rows[to_device(torch.from_numpy(places), self._device)] = rows
 
     def _place(self, load: Encode) -> Ints:
         """Note where a feature is. Return the table's rows for its own."""
@@ -54,22 +53,32 @@ class FeatureTable:
         pages = self._pages[digest]
         return pages[rows // self._rows_per_page] * self._rows_per_page + rows % self._rows_per_page
 
-    def take(self, places: Ints) -> torch.Tensor:
-        return self._rows[to_device(torch.from_numpy(places), self._device)]
-
 
 class FeatureRequests:
-    """The features of the requests that have rows.
+    """The features of the requests that have rows, and a step's inputs of them.
 
-    Each pipeline stage has one; the first has the table, too."""
+    Each pipeline stage has one; the first has the table, too. Inputs have fixed addresses, so that
+    CUDA graphs can read them: of all steps but those of next tokens and their drafts."""
 
-    def __init__(self, num_rows: int, *, has_axes: bool, table: FeatureTable | None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_tokens: int,
+        device: torch.device,
+        *,
+        has_axes: bool,
+        table: FeatureTable | None,
+    ) -> None:
         """has_axes: tokens of features have positions on several axes."""
-        self.table, self._has_axes = table, has_axes
+        self.table, self._has_axes, self._device = table, has_axes, device
         self._features: dict[int, tuple[Feature, ...]] = {}  # by row
         self._axes: dict[int, Ints] = {}  # positions of the tokens up to the last feature's end
         self._ends = np.zeros(num_rows, np.int64)
         """Positions after the last feature's last token, by row."""
+        shape = 1 + 3 * has_axes, max_tokens
+        self._inputs = torch.full(shape, -1, dtype=torch.int32, device=device)
+        """Rows of the table, and positions on three axes; -1: the token has none of its own."""
+        self._is_empty = True
 
     def apply(self, step: SchedulerOutput) -> None:
         """Compute the features that a step loads, and note its new rows."""
@@ -85,65 +94,48 @@ class FeatureRequests:
         if features and self._has_axes:
             self._axes[new.row] = axis_positions(features)
 
-    def of(self, step: SchedulerOutput) -> StepFeatures | None:
-        """Return how a step reads features; None if no token is before the end of one."""
+    def send(self, step: SchedulerOutput) -> bool:
+        """Send a step's inputs to the device. Return True if a token is before a feature's end."""
         before = np.flatnonzero(step.num_computed < self._ends[step.rows])
         if not len(before):
-            return None
-        starts = np.concatenate(([0], np.cumsum(step.num_tokens)))
-        tokens: list[Ints] = []
-        places: list[Ints] = []
-        moved: list[Ints] = []
-        axes: list[Ints] = []
+            if not self._is_empty:
+                self._inputs.fill_(-1)
+                self._is_empty = True
+            return False
+        inputs = np.full(self._inputs.shape, -1, np.int32)
+        ends = np.cumsum(step.num_tokens)
         for index in before.tolist():
             row, first = int(step.rows[index]), int(step.num_computed[index])
             last = first + int(step.num_tokens[index])
-            offset = int(starts[index]) - first
-            table = self.table
-            for feature in self._features[row] if table is not None else ():
-                assert table is not None
-                done = 0
-                for begin, count in feature.runs:
-                    found = np.arange(max(begin, first), min(begin + count, last))
-                    if len(found):
-                        tokens.append(found + offset)
-                        places.append(table.places(feature.digest, found - begin + done))
-                    done += count
+            offset = int(ends[index]) - last
+            if self.table is not None:
+                self._add_places(inputs[0], self.table, row, (first, last), offset)
             if self._has_axes:
-                found = np.arange(first, min(last, int(self._ends[row])))
-                moved.append(found + offset)
-                axes.append(self._axes[row][:, found])
-        return StepFeatures(
-            self.table,
-            _joined(tokens),
-            _joined(places),
-            _joined(moved),
-            np.concatenate(axes, axis=1) if axes else np.empty((3, 0), np.int64),
-        )
+                found = self._axes[row][:, first:last]
+                inputs[1:, offset + first : offset + first + found.shape[1]] = found
+        self._inputs.copy_(to_device(torch.from_numpy(inputs), self._device), non_blocking=True)
+        self._is_empty = False
+        return True
 
+    def _add_places(
+        self, inputs: Ints, table: FeatureTable, row: int, span: tuple[int, int], offset: int
+    ) -> None:
+        """Set the table's rows of a request's tokens of these positions."""
+        for feature in self._features[row]:
+            done = 0
+            for begin, count in feature.runs:
+                found = np.arange(max(begin, span[0]), min(begin + count, span[1]))
+                if len(found):
+                    inputs[found + offset] = table.places(feature.digest, found - begin + done)
+                done += count
 
-@dataclass(frozen=True, slots=True)
-class StepFeatures:
-    """Tokens of a step that stand for rows of features, or have positions on several axes."""
-
-    table: FeatureTable | None
-    tokens: Ints  # of the step
-    places: Ints  # of each, in the table
-    moved: Ints  # tokens of the step
-    axes: Ints  # [3, len(moved)]
-
-    def place(self, batch: AttentionBatch, device: torch.device) -> None:
-        """Add them to a step's inputs on the device."""
-        if self.table is not None and len(self.tokens):
-            tokens = to_device(torch.from_numpy(self.tokens), device)
-            batch.features = FeatureRows(tokens, self.table.take(self.places))
-        if len(self.moved):
+    def place(self, batch: AttentionBatch) -> None:
+        """Add the inputs to a step's other ones."""
+        num_tokens = len(batch.positions)
+        inputs = self._inputs[:, :num_tokens]
+        if self.table is not None:
+            batch.features = FeatureRows(inputs[0], self.table.rows)
+        if self._has_axes:
             assert batch.rope_positions is not None, "the model has positions on several axes"
-            index = to_device(torch.from_numpy(self.moved), device)
-            values = to_device(torch.from_numpy(self.axes).to(torch.int32), device)
-            positions = batch.rope_positions.expand(3, -1).contiguous()
-            batch.rope_positions = positions.index_copy_(1, index, values)
-
-
-def _joined(parts: Sequence[Ints]) -> Ints:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+            own = inputs[1:]
+            batch.rope_positions = torch.where(own < 0, batch.rope_positions, own)

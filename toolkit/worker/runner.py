@@ -20,7 +20,7 @@ from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.output import PlaceAdapter
 from toolkit.worker.batch_state import BatchState, StepInputs
 from toolkit.worker.drafter import Drafter
-from toolkit.worker.features import FeatureRequests, StepFeatures
+from toolkit.worker.features import FeatureRequests
 from toolkit.worker.graph_policy import GraphPolicy, StepShape
 from toolkit.worker.kv_cache import KVCache, RowStates
 from toolkit.worker.pending import (
@@ -115,8 +115,10 @@ class Runner:
         self.state.send(step, later)
         if not self.model.stage.is_first:
             self.model.stage.receive(self._received[: step.total_tokens])
-        features = None if self.features is None else self.features.of(step)
-        graph = None if features is not None else self._graph_for(step)
+        has_features = self.features is not None and self.features.send(step)
+        graph = self._graph_for(step)
+        if has_features and graph is not None and graph.shape.samples_all:
+            graph = None  # a chunk of one token: graphs of next tokens read no features
         hidden: torch.Tensor | None = None
         out: torch.Tensor | None
         if graph is not None:
@@ -125,7 +127,7 @@ class Runner:
         else:
             shape = self._exact_shape(step)
             samples = bool(step.samples.any())
-            hidden, out = self._run(shape, self._keeps_hidden(step), samples, features)
+            hidden, out = self._run(shape, self._keeps_hidden(step), samples, has_features)
         if not is_last:
             assert out is not None
             self.model.stage.send(out[: step.total_tokens])
@@ -182,15 +184,18 @@ class Runner:
         shape: StepShape,
         keeps_hidden: bool,
         samples: bool,
-        features: StepFeatures | None = None,
+        has_features: bool | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run the step that was sent, and sample its tokens.
 
+        has_features: it has tokens before the end of one; None: it may, if it has a prompt.
         Return hidden states [num_tokens, hidden] if they are kept, and logits [num_points, vocab]
         if the step samples, or hidden states for the next stage."""
         inputs = self.state.expand(shape)
-        if features is not None:
-            features.place(inputs.batch, self.device)
+        if has_features is None:
+            has_features = not shape.samples_all
+        if has_features and self.features is not None:
+            self.features.place(inputs.batch)
         if not self.model.stage.is_last:
             return None, self._hidden(inputs)
         if not shape.samples_all and not keeps_hidden:

@@ -117,8 +117,13 @@ class RunnerFactory:
         )
         features = None
         if self._sees:
-            num_rows = setup.max_num_seqs
-            features = FeatureRequests(num_rows, has_axes=self._has_axes, table=self._table)
+            features = FeatureRequests(
+                setup.max_num_seqs,
+                state.max_tokens,
+                setup.device,
+                has_axes=self._has_axes,
+                table=self._table,
+            )
         caches = [self._cache(self.layout, size, size.num_blocks)]
         drafter: Drafter | None = None
         if self._drafter is not None:
