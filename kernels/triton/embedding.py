@@ -62,12 +62,11 @@ def _place_kernel(
         column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         inside = column < size
         value = tl.load(table_ptr + index * width + first + column, mask=inside, other=0.0)
-        x_ptr += row * size + column
+        target_ptr = x_ptr + row * size + column
         if ADDS:
-            value = (value.to(tl.float32) + tl.load(x_ptr, mask=inside).to(tl.float32)).to(
-                value.dtype
-            )
-        tl.store(x_ptr, value, mask=inside)
+            old = tl.load(target_ptr, mask=inside, other=0.0).to(tl.float32)
+            value = (value.to(tl.float32) + old).to(value.dtype)
+        tl.store(target_ptr, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["begin", "count"])

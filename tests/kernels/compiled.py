@@ -18,7 +18,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention.attention_hopper import SWIZZLED, hopper_prefill_kernel
 from toolkit.kernels.triton.attention.attention_kernels import decode_kernel, merge_kernel
-from toolkit.kernels.triton.attention.rotary import _qk_norm_rope_write_kernel
+from toolkit.kernels.triton.attention.rotary import _qk_norm_rope_write_kernel, _rotate_kernel
+from toolkit.kernels.triton.attention.windows import _short_kernel
+from toolkit.kernels.triton.embedding import _place_kernel
 from toolkit.kernels.triton.experts import expert_kernels, expert_vectors, experts, routing
 from toolkit.kernels.triton.norm import _join_kernel
 from toolkit.kernels.triton.products import fp8, fp8_matmul, linear
@@ -392,6 +394,16 @@ def compile_draft_inputs() -> None:
     compile_kernel("inputs before drafts", _draft_inputs_kernel, types, sizes, 4, 3)
 
 
+def compile_towers() -> None:
+    heads = {"NUM_HEADS": 16, "HALF": 40, "HALF_BLOCK": 64}
+    types = {"cos_sin_ptr": "*fp32", "start_ptr": "*i32", "index_ptr": "*i32", "scale": "fp32"}
+    windows = heads | {"TOKENS": 64, "ROTATED": True}
+    compile_kernel("attention in windows", _short_kernel, types, windows, 4, 3)
+    compile_kernel("rotation", _rotate_kernel, types, heads | {"HEAD_BLOCK": 16}, 4, 3)
+    rows = {"CHUNK": 4096, "ADDS": True}
+    compile_kernel("rows of features", _place_kernel, types, rows, 4, 3)
+
+
 def main() -> None:
     fused = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
     plain = PLAIN | {"sinks_ptr": None}
@@ -411,6 +423,7 @@ def main() -> None:
     compile_hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
     compile_sampling()
     compile_draft_inputs()
+    compile_towers()
     compile_kernel("join", _join_kernel, JOIN_TYPES, JOIN, 16, 3)
     compile_kernel("pushed sum and norm", _pushed_norm_kernel, PUSHED_TYPES, PUSHED, 16, 3)
     compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
