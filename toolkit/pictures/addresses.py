@@ -9,16 +9,19 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 _NAT64 = IPv6Network("64:ff9b::/96")
-_TUNNELS = (
-    IPv6Network("::/96"),  # IPv4-compatible, with the unspecified and the loopback address
-    IPv6Network("64:ff9b:1::/48"),  # NAT64 of a local network
-    IPv6Network("2001::/32"),  # Teredo
-    IPv6Network("2002::/16"),  # 6to4
+_GLOBAL_UNICAST = IPv6Network("2000::/3")
+_REFUSED = (
+    IPv4Network("100.64.0.0/10"),  # shared space of providers
+    IPv4Network("192.0.0.0/24"),  # protocols
+    IPv4Network("192.88.99.0/24"),  # relays of 6to4
+    IPv6Network("2001::/32"),  # Teredo, which carries any IPv4 address
+    IPv6Network("2002::/16"),  # 6to4, which does as well
+    IPv6Network("3fff::/20"),  # documentation
 )
-"""Networks of addresses that can carry any IPv4 address, and are not in use for servers."""
+"""Networks that Python, at least in some version, takes for public."""
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -29,9 +32,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 def is_public(text: str) -> bool:
-    """Return False for private, local, reserved and multicast addresses, and for any with a zone.
-
-    Shared space of providers (100.64.0.0/10) is not public either."""
+    """Return False for private, local, reserved and multicast addresses, and with a zone."""
     if "%" in text:
         return False
     try:
@@ -41,10 +42,10 @@ def is_public(text: str) -> bool:
     if isinstance(address, IPv6Address):
         if (inner := _carried(address)) is not None:
             return is_public(str(inner))
-        if any(address in network for network in _TUNNELS):
+        if address not in _GLOBAL_UNICAST:
             return False
-        if address.is_site_local:
-            return False
+    if any(address in network for network in _REFUSED):
+        return False
     return address.is_global and not (
         address.is_private
         or address.is_loopback

@@ -32,12 +32,15 @@ def read_below(path: str, limits: PictureLimits, param: str, count: Callable[[in
         raise InvalidParamError(
             param, f"is a file: URL that cannot be read: {os.strerror(error.errno or 0)}"
         ) from None
-    with open(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise InvalidParamError(param, "is a file: URL of something that is not a regular file")
         count(min(found.st_size, limits.max_bytes))
-        data = file.read(limits.max_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(limits.max_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > limits.max_bytes:
         raise InvalidParamError(
             param,

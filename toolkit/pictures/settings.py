@@ -79,18 +79,17 @@ def read_processor(folder: Path, family: str, overrides: Mapping[str, Any]) -> P
     rules = find_family(family)
     file, found = _find_fields(folder)
     name = _class_name(found, rules, folder / file)
-    fields = _defaults(rules, name)
-    fields |= rules.modernize({key: found[key] for key in rules.OPTIONS & found.keys()})
     if unknown := sorted(overrides.keys() - rules.OPTIONS):
         raise ConfigError(
             f"{OVERRIDES} has {', '.join(map(repr, unknown))}, which {name} does not have."
             + did_you_mean(unknown[0], rules.OPTIONS)
         )
-    changed = rules.modernize(dict(overrides))
-    for key in changed.keys() & fields.keys():
-        if isinstance(changed[key], dict) and isinstance(fields[key], dict):
-            changed[key] = fields[key] | changed[key]
-    fields |= changed
+    fields = _defaults(rules, name)
+    try:
+        _update(fields, rules.modernize({key: found[key] for key in rules.OPTIONS & found.keys()}))
+        _update(fields, rules.modernize(dict(overrides)))
+    except ValueError as error:
+        raise CheckpointError(f"{folder / file} (with {OVERRIDES}): {error}.") from None
     if problem := _problem(fields):
         raise CheckpointError(f"{folder / file} (with {OVERRIDES}): {problem}.")
     return ProcessorSettings(name=name, fields=fields, family=family)
@@ -99,6 +98,14 @@ def read_processor(folder: Path, family: str, overrides: Mapping[str, Any]) -> P
 def _defaults(rules: Family, name: str) -> dict[str, Any]:
     general = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
     return general | rules.DEFAULTS[name]
+
+
+def _update(fields: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Change fields. Of an object, keys that are not given stay, unless others replace them."""
+    for name, value in changes.items():
+        old = fields.get(name)
+        is_part = isinstance(old, dict) and isinstance(value, dict) and value.keys() <= old.keys()
+        fields[name] = old | value if is_part else value
 
 
 def _find_fields(folder: Path) -> tuple[str, dict[str, Any]]:

@@ -2,10 +2,10 @@
 
 A module has these names, and imports nothing but NumPy:
 - PROCESSORS: class name without suffix, and the Transformers module of its Pillow-backed class.
-- DEFAULTS: for each class, image_mean and image_std if preprocessor_config.json lacks them.
+- DEFAULTS: for each class, fields that preprocessor_config.json may lack, but are needed here.
 - OPTIONS: fields that are read; others in the file are ignored, others from the user an error.
 - ARGUMENTS: options of the call.
-- modernize(fields): replaces names of older Transformers.
+- modernize(fields): replaces names of older Transformers. Raises ValueError.
 - pads(fields): True if values are added after normalization. Then the processor's floats travel.
 - refusal(width, height): problem of a picture that the processor cannot take, or an empty string.
 - pack(outputs): (grid, array) that travels, from the outputs and `patch_size` if there is one."""

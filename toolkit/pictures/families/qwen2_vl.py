@@ -12,7 +12,10 @@ import numpy as np
 from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, as_bytes
 
 PROCESSORS = {"Qwen2VLImageProcessor": "qwen2_vl"}
-DEFAULTS: dict[str, dict[str, Any]] = {"Qwen2VLImageProcessor": CLIP}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen2VLImageProcessor": CLIP
+    | {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},  # in pixels
+}
 OPTIONS = COMMON_OPTIONS | {"max_pixels", "merge_size", "min_pixels", "patch_size"}
 OPTIONS |= {"temporal_patch_size"}
 ARGUMENTS = INTEGERS | {"temporal_patch_size": 1}
@@ -20,9 +23,14 @@ MAX_RATIO = 200  # of the sides, in Transformers
 
 
 def modernize(fields: dict[str, Any]) -> dict[str, Any]:
-    """Replace min_pixels and max_pixels, alone or in `size`, by the edges that mean them now."""
+    """Replace min_pixels and max_pixels, alone or in `size`, by the edges that mean them now.
+
+    Raises ValueError."""
     fields = dict(fields)
-    size = dict(fields.pop("size", None) or {})
+    size = fields.pop("size", None) or {}
+    if not isinstance(size, dict):
+        raise ValueError(f"size must be an object, not {size!r}")
+    size = dict(size)
     for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         inner, outer = size.pop(old, None), fields.pop(old, None)
         if (value := inner if outer is None else outer) is not None:
