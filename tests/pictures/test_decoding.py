@@ -8,12 +8,14 @@ import io
 import re
 
 import numpy as np
+import psutil
 import pytest
 import transformers  # noqa: F401  (with PyTorch, before anything else imports it)
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.pictures.running import workers_of
 from tests.pictures.samples import (
     FILES,
     QWEN,
@@ -26,6 +28,7 @@ from tests.pictures.samples import (
     saved,
     tiff_with_a_tile,
 )
+from tests.server import until
 from toolkit.errors import InvalidRequestError
 from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.settings import PictureLimits
@@ -176,6 +179,19 @@ def test_only_the_first_frame_is_decoded(pool: PicturePool, format: str) -> None
     if format != "PNG":  # whose frames say where they belong
         without_the_last = data[: len(data) * 6 // 10]
         assert pool.process(as_file(without_the_last), "here").result(30) == expected
+
+
+def test_memory_of_a_large_picture_is_given_back(pool: PicturePool) -> None:
+    large = as_file(saved(Image.new("L", (8000, 8000), 200), compress_level=1))
+    assert len(large.data) < 2**20
+    before = sum(one.memory_info().rss for one in workers_of(pool))
+    assert pool.process(large, "here").result(60).width == 8000
+    until(lambda: sum(one.memory_info().rss for one in workers_of(pool)) < before + 2**27)
+
+
+def test_processes_have_no_pytorch(pool: PicturePool) -> None:
+    pool.wait_ready()
+    assert psutil.Process(pool.zygote_pid).memory_info().rss < 150 * 2**20
 
 
 def base64_of(text: str) -> Encoded:

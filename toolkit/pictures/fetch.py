@@ -258,9 +258,10 @@ def _port(url: httpx.URL) -> int:
 def _reason(error: Exception) -> str:
     """Return what went wrong with a host, whose name follows."""
     cause: BaseException | None = error
-    while (cause := cause.__cause__ or cause.__context__) is not None:
+    while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return "no valid certificate for"
+        cause = cause.__cause__ or cause.__context__
     if isinstance(error, httpcore.ConnectError | httpcore.ConnectTimeout):
         return "no connection to"
     if isinstance(error, httpcore.ProtocolError):

@@ -140,13 +140,18 @@ class PicturePool:
             task.future.set_exception(problem)
             return
 
-        def remove(future: Future[Any]) -> None:
-            if future.cancelled():
-                with self._changed:
-                    if task in tasks:
-                        tasks.remove(task)
+        task.future.add_done_callback(self._remove_cancelled)
 
-        task.future.add_done_callback(remove)
+    def _remove_cancelled(self, future: Future[Any]) -> None:
+        """Take a cancelled picture out of the queue. A closure over its task would be a cycle."""
+        if not future.cancelled():
+            return
+        with self._changed:
+            for tasks in (self._measured, self._processed):
+                for task in tasks:
+                    if task.future is future:
+                        tasks.remove(task)
+                        return
 
     def _next(self) -> _Task | None:
         """Wait for a task. None if the pool is closed or has failed."""
@@ -174,6 +179,7 @@ class PicturePool:
             if (task := self._next()) is None:
                 return
             worker = self._run(worker, task)
+            del task  # a picture's bytes are not held while this thread waits
 
     def _run(self, worker: Worker | None, task: _Task) -> Worker | None:
         """Run a task. Returns the worker if it can take another."""
