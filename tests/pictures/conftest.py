@@ -13,12 +13,22 @@ from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.settings import PictureLimits
 
 LIGHT_PROCESSOR = '''
+import os, time
+
 class Qwen2VLImageProcessorPil:
-    """Returns the pixels as they are, and takes no time to import."""
+    """Returns the pixels as they are, and takes no time to import. Some heights are special."""
     def __init__(self, size, **_):
         if "sides" in size:
             raise ValueError("the size has sides")
+        time.sleep(size.get("seconds", 0))
     def __call__(self, images, **_):
+        height = images[0].shape[0]
+        if height == 11:
+            bytes(2**33)
+        if height == 12:
+            os.abort()
+        while height == 13:
+            pass
         return {"image_grid_thw": [[1, 1, 1]], "pixel_values": images[0].reshape(-1, 3)}
 '''
 

@@ -28,8 +28,17 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
 def workers_of(pool: PicturePool) -> list[psutil.Process]:
     """Return the workers, when all have started."""
     pool.wait_ready()
-    zygote = psutil.Process(pool.zygote_pid)
-    until(lambda: len(living(zygote.children())) == 2)
+    return children_of(psutil.Process(pool.zygote_pid))
+
+
+def children_of(zygote: psutil.Process) -> list[psutil.Process]:
+    """Return two workers, when they have given up what they do not need."""
+
+    def are_ready() -> bool:
+        workers = living(zygote.children())
+        return len(workers) == 2 and all(one.nice() > zygote.nice() for one in workers)
+
+    until(are_ready)
     return living(zygote.children())
 
 

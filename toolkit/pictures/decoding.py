@@ -61,18 +61,18 @@ def decode_base64(text: bytes) -> bytes:
     text = text.translate(None, _SPACE)
     if b"%" in text:
         text = unquote_to_bytes(text).translate(None, _SPACE)
-    padding = len(text) - len(text.rstrip(b"="))
-    bare = text[: len(text) - padding]
-    if wrong := re.search(rb"[^A-Za-z0-9+/]", bare):
-        raise PictureError(
-            f"is not valid base64: it has {_shown(wrong[0])} at position {wrong.start()}"
-        )
-    if len(bare) % 4 == 1 or (padding and (len(bare) + padding) % 4) or padding > 2:
-        raise PictureError(
-            f"is not valid base64: it has {len(bare)} characters and {padding} '=' at the end, "
-            "which is not a multiple of 4"
-        )
-    return binascii.a2b_base64(bare + b"=" * (-len(bare) % 4))
+    bare = text.rstrip(b"=")
+    padding = len(text) - len(bare)
+    if padding and (padding > 2 or len(text) % 4):
+        raise _wrong_length(bare, padding)
+    try:
+        return binascii.a2b_base64(bare + b"=" * (-len(bare) % 4), strict_mode=True)
+    except binascii.Error:
+        if wrong := re.search(rb"[^A-Za-z0-9+/]", bare):
+            raise PictureError(
+                f"is not valid base64: it has {_shown(wrong[0])} at position {wrong.start()}"
+            ) from None
+        raise _wrong_length(bare, padding) from None
 
 
 def measure(data: bytes, max_pixels: int) -> tuple[int, int]:
@@ -167,6 +167,13 @@ def _orientation(image: Image.Image, *, in_header: bool = False) -> Any:
 def _has_late_chunks(image: Image.Image, data: bytes) -> bool:
     """True if a PNG file may have an orientation behind its pixels: then Pillow decodes them."""
     return image.format == "PNG" and bool(_LATE_CHUNKS.search(data, max(0, data.find(b"IDAT"))))
+
+
+def _wrong_length(bare: bytes, padding: int) -> PictureError:
+    return PictureError(
+        f"is not valid base64: it has {len(bare)} characters and {padding} '=' at the end, "
+        "which is not a multiple of 4"
+    )
 
 
 def _too_large(max_pixels: int) -> PictureError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from toolkit.pictures.processes import Worker, WorkerLostError, Zygote, ZygoteLo
 from toolkit.pictures.settings import PictureLimits, ProcessorSettings
 from toolkit.pictures.sources import Encoded
 
+_log = logging.getLogger(__name__)
 MAX_STARTS = 4  # of the zygote, in START_WINDOW
 START_WINDOW = 600.0  # seconds
 MAX_PROBLEM = 1000  # characters of a worker's message
@@ -167,7 +169,14 @@ class PicturePool:
                     return task
 
     def _serve(self) -> None:
-        """Run tasks with a worker until the pool is closed."""
+        """Run tasks until the pool is closed. Another error is a bug, and ends the pool."""
+        try:
+            self._run_all()
+        except Exception as error:
+            _log.exception("Pictures are not decoded any more: internal error")
+            self._fail(EngineError(f"Pictures are not decoded any more: internal error ({error})"))
+
+    def _run_all(self) -> None:
         worker: Worker | None = None
         while True:
             try:
@@ -178,7 +187,11 @@ class PicturePool:
                 return  # `_fail` has reported it
             if (task := self._next()) is None:
                 return
-            worker = self._run(worker, task)
+            try:
+                worker = self._run(worker, task)
+            except Exception as error:
+                task.future.set_exception(error)
+                raise
             del task  # a picture's bytes are not held while this thread waits
 
     def _run(self, worker: Worker | None, task: _Task) -> Worker | None:

@@ -34,7 +34,7 @@ from toolkit.pictures.settings import PictureLimits, ProcessorSettings
 
 START_TIMEOUT = 120.0  # seconds for the imports, on a slow disk
 _ANSWER_TIMEOUT = 30.0  # seconds for the zygote to fork a worker or to end one
-_ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+_ENVIRONMENT = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables that Python needs. Others may be secrets."""
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",

@@ -27,6 +27,7 @@ NICE = 10
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _SOCKET = 3  # descriptor
+_MAX_FILES = 2**20  # where there is no limit
 _NOTHING = memoryview(b"")
 _libc = ctypes.CDLL(None)
 
@@ -109,7 +110,8 @@ def _isolate(end: socket.socket) -> socket.socket:
     os.environ.clear()
     os.nice(NICE)
     end = socket.socket(fileno=os.dup2(end.detach(), _SOCKET))
-    os.closerange(_SOCKET + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.closerange(_SOCKET + 1, _MAX_FILES if most == resource.RLIM_INFINITY else most)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NPROC, 0)
