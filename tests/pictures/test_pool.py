@@ -145,6 +145,14 @@ def test_picture_beyond_a_limit_fails_alone(
     assert all(isinstance(one, InvalidRequestError) for one in errors if one)
 
 
+def test_worker_that_keeps_memory_is_replaced(pool: PicturePool) -> None:
+    before = {one.pid for one in workers_of(pool)}
+    for height, count in ((15, 0), (14, 1)):
+        picture = as_file(saved(gradient(20, height)))
+        assert pool.process(picture, "here").result(30)
+        until(lambda: len(before - {one.pid for one in workers_of(pool)}) == count, 20)  # noqa: B023
+
+
 def test_worker_that_does_not_answer_is_killed(light_pool: Callable[..., PicturePool]) -> None:
     pool = light_pool(timeout=0.5)
     with stopped(pool) as workers:
@@ -194,6 +202,7 @@ def test_worker_has_nothing_that_it_does_not_need(
     files = [os.readlink(one) for one in sorted((folder / "fd").iterdir())]
     assert files[:3] == ["/dev/null"] * 3
     assert files[3].startswith("socket:")
+    assert worker.nice() == min(19, psutil.Process(pool.zygote_pid).nice() + 10)
     assert b"SECRET" not in (folder / "environ").read_bytes()
     assert worker.num_threads() == 1
     limits = {

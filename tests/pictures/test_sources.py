@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ async def test_bytes_of_all_pictures_are_limited() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder of pictures, next to a secret."""
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "pictures-of-others").mkdir()
@@ -138,7 +139,8 @@ def folder(tmp_path: Path) -> Path:
     (folder / "inner link.png").symlink_to("cat.png")
     (folder / "outer").symlink_to(tmp_path)
     os.mkfifo(folder / "fifo.png")
-    return folder
+    yield folder
+    os.close(os.open(folder / "fifo.png", os.O_RDWR))  # a thread that waits for it would go on
 
 
 async def read(folder: Path | str, url: str) -> bytes | str:

@@ -97,8 +97,6 @@ class _Worker:
         return done, array.reshape(-1).view("uint8").data
 
     def _has_grown(self) -> bool:
-        if hasattr(_libc, "malloc_trim"):
-            _libc.malloc_trim(0)
         return _anonymous_bytes() > self._own_bytes + MAX_GROWTH
 
 
