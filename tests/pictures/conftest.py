@@ -31,6 +31,8 @@ class Qwen2VLImageProcessorPil:
             os.abort()
         while height == 13:
             pass
+        if height == 16:
+            return {"image_grid_thw": [[len(os.environ)]], "pixel_values": images[0]}
         return {"image_grid_thw": [[1, 1, 1]], "pixel_values": images[0].reshape(-1, 3)}
 '''
 
