@@ -129,6 +129,7 @@ def test_zygote_is_not_started_for_ever(
 @pytest.mark.parametrize(
     ("height", "problem"),
     [
+        (10, "cannot be decoded: internal error (KeyError: 'a bug')"),
         (11, "needs more than 397 MiB of memory"),
         (12, "cannot be decoded: the process that decoded it was ended by SIGABRT"),
         (13, "takes longer than 0.7 seconds to decode"),

@@ -9,16 +9,15 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Literal
 
 import msgspec
 
 from toolkit.errors import EngineError, InvalidParamError, ServerUnavailableError, ToolkitError
-from toolkit.pictures.messages import Job, Refused
+from toolkit.pictures.messages import Refused
 from toolkit.pictures.processes import Worker, WorkerLostError, Zygote, ZygoteLostError
 from toolkit.pictures.settings import PictureLimits, ProcessorSettings
 from toolkit.pictures.sources import Encoded
+from toolkit.pictures.tasks import Task, TaskQueue
 
 _log = logging.getLogger(__name__)
 MAX_STARTS = 4  # of the zygote, in START_WINDOW
@@ -37,18 +36,6 @@ class Pixels(msgspec.Struct, frozen=True):
     data: bytes
 
 
-@dataclass(eq=False, slots=True)
-class _Task:
-    encoded: Encoded
-    param: str
-    is_measured: bool
-    future: Future[Any]
-    was_lost: bool = False  # with a zygote that died
-
-    def fail(self, problem: str) -> None:
-        self.future.set_exception(InvalidParamError(self.param, problem))
-
-
 class PicturePool:
     """Two workers, or another number, that decode pictures one at a time each.
 
@@ -62,12 +49,9 @@ class PicturePool:
         self._zygote: Zygote | None = None
         self._zygote_lock = threading.Lock()
         self._starts: deque[float] = deque(maxlen=MAX_STARTS)
-        self._measured: deque[_Task] = deque()
-        self._processed: deque[_Task] = deque()
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._failure: ToolkitError | None = None
+        self._tasks = TaskQueue()
         self._is_ready = False
+        self._started = threading.Event()  # it is ready, or will never be
         self._last_words = ""  # of the last zygote that ended
         self._threads: list[threading.Thread] = []
 
@@ -83,12 +67,9 @@ class PicturePool:
 
     def wait_ready(self) -> None:
         """Wait until the image processor is imported. Raises ToolkitError if it cannot be."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_ready or self._failure or self._is_closed)
-            if self._failure:
-                raise self._failure
-            if self._is_closed:
-                raise _closed()
+        self._started.wait()
+        if self._tasks.error is not None:
+            raise self._tasks.error
 
     @property
     def zygote_pid(self) -> int:
@@ -101,7 +82,7 @@ class PicturePool:
         The future's errors: InvalidRequestError, ServerUnavailableError, EngineError."""
         future: Future[tuple[int, int]] = Future()
         if (size := encoded.raw_size) is None:
-            self._submit(_Task(encoded, param, True, future))
+            self._tasks.put(Task(encoded, param, True, future))
         elif size[0] * size[1] > self._limits.max_pixels:
             future.set_exception(self._too_large(param, size))
         else:
@@ -115,58 +96,17 @@ class PicturePool:
         if size is not None and size[0] * size[1] > self._limits.max_pixels:
             future.set_exception(self._too_large(param, size))
         else:
-            self._submit(_Task(encoded, param, False, future))
+            self._tasks.put(Task(encoded, param, False, future))
         return future
 
     def close(self) -> None:
         """End all processes. Pictures that are not done get an error."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._fail_queued(_closed())
+        self._fail(ServerUnavailableError("The server is shutting down."))
         with self._zygote_lock:
             if self._zygote is not None:
                 self._zygote.close()
         for thread in self._threads:
             thread.join()
-        self._fail_queued(_closed())
-
-    def _submit(self, task: _Task) -> None:
-        tasks = self._queue_of(task)
-        with self._changed:
-            problem = self._failure or (_closed() if self._is_closed else None)
-            if problem is None:
-                tasks.append(task)
-                self._changed.notify()
-        if problem is not None:
-            task.future.set_exception(problem)
-            return
-
-        task.future.add_done_callback(self._remove_cancelled)
-
-    def _remove_cancelled(self, future: Future[Any]) -> None:
-        """Take a cancelled picture out of the queue. A closure over its task would be a cycle."""
-        if not future.cancelled():
-            return
-        with self._changed:
-            for tasks in (self._measured, self._processed):
-                for task in tasks:
-                    if task.future is future:
-                        tasks.remove(task)
-                        return
-
-    def _next(self) -> _Task | None:
-        """Wait for a task. None if the pool is closed or has failed."""
-        with self._changed:
-            while True:
-                self._changed.wait_for(
-                    lambda: self._measured or self._processed or self._is_closed or self._failure
-                )
-                if self._is_closed or self._failure:
-                    return None
-                task = (self._measured or self._processed).popleft()
-                if task.was_lost or task.future.set_running_or_notify_cancel():
-                    return task
 
     def _serve(self) -> None:
         """Run tasks until the pool is closed. Another error is a bug, and ends the pool."""
@@ -185,7 +125,7 @@ class PicturePool:
                 worker = None  # the next task tries again
             except ToolkitError:
                 return  # `_fail` has reported it
-            if (task := self._next()) is None:
+            if (task := self._tasks.next()) is None:
                 return
             try:
                 worker = self._run(worker, task)
@@ -194,14 +134,14 @@ class PicturePool:
                 raise
             del task  # a picture's bytes are not held while this thread waits
 
-    def _run(self, worker: Worker | None, task: _Task) -> Worker | None:
+    def _run(self, worker: Worker | None, task: Task) -> Worker | None:
         """Run a task. Returns the worker if it can take another."""
         try:
             worker = self._usable(worker)
         except ToolkitError as error:
             task.future.set_exception(error)
             return None
-        data, job = _job(task)
+        job, data = task.job()
         try:
             answer, pixels = worker.ask(job, data, self._limits.timeout)
         except TimeoutError:
@@ -215,7 +155,7 @@ class PicturePool:
             elif task.was_lost:
                 task.fail("cannot be decoded: the process that decoded it ended twice")
             else:
-                self._put_back(task)
+                self._tasks.put_back(task)
             return None
         if isinstance(answer, Refused):
             task.fail(answer.problem[:MAX_PROBLEM])
@@ -246,15 +186,14 @@ class PicturePool:
             except EngineError as error:
                 self._fail(error)
                 raise
-            with self._changed:
-                self._is_ready = True
-                self._changed.notify_all()
+            self._is_ready = True
+            self._started.set()
             return worker
 
     def _living_zygote(self) -> Zygote:
         with self._zygote_lock:
-            if self._is_closed:
-                raise _closed()
+            if self._tasks.error is not None:
+                raise self._tasks.error
             if self._zygote is not None and self._zygote.is_lost:
                 self._zygote.close()
                 self._zygote = None
@@ -276,31 +215,10 @@ class PicturePool:
         self._starts.append(now)
         return Zygote(self._settings, self._limits)
 
-    def _put_back(self, task: _Task) -> None:
-        """Let a task be the next: its worker ended with the zygote."""
-        task.was_lost = True
-        with self._changed:
-            self._queue_of(task).appendleft(task)
-            self._changed.notify()
-
-    def _queue_of(self, task: _Task) -> deque[_Task]:
-        return self._measured if task.is_measured else self._processed
-
     def _fail(self, error: ToolkitError) -> None:
         """Refuse all pictures from now on."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-        self._fail_queued(error)
-
-    def _fail_queued(self, error: ToolkitError) -> None:
-        with self._changed:
-            tasks = [*self._measured, *self._processed]
-            self._measured.clear()
-            self._processed.clear()
-        for task in tasks:
-            if task.was_lost or task.future.set_running_or_notify_cancel():
-                task.future.set_exception(error)
+        self._tasks.end(error)
+        self._started.set()
 
     def _too_large(self, param: str, size: tuple[int, int]) -> InvalidParamError:
         most = self._limits.max_pixels
@@ -309,23 +227,9 @@ class PicturePool:
         )
 
 
-def _job(task: _Task) -> tuple[bytes, Job]:
-    encoded = task.encoded
-    data, size = encoded.data, encoded.raw_size or (0, 0)
-    if isinstance(data, str):
-        data = data.encode(errors="surrogatepass")
-        return data, Job("base64", len(data), size, task.is_measured)
-    kind: Literal["rgb", "file"] = "rgb" if encoded.raw_size else "file"
-    return data, Job(kind, len(data), size, task.is_measured)
-
-
 def _ended(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     with contextlib.suppress(ValueError):
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"was ended by signal {-exit_code}"
-
-
-def _closed() -> ServerUnavailableError:
-    return ServerUnavailableError("The server is shutting down.")

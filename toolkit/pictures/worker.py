@@ -57,7 +57,7 @@ class _Worker:
     def run(self) -> NoReturn:
         while True:
             answer, pixels = self._answer(self._channel.receive(Job))
-            if self._has_grown():
+            if self._has_grown(pixels.nbytes):
                 answer = msgspec.structs.replace(answer, is_last=True)
             self._channel.send(answer, pixels)
             if answer.is_last:
@@ -72,6 +72,9 @@ class _Worker:
         except MemoryError:
             most = memory_allowance(self._limits) // 2**20
             return Refused(f"needs more than {most} MiB of memory", is_last=True), _NOTHING
+        except Exception as error:  # a bug: this is all that the server sees of it
+            problem = f"cannot be decoded: internal error ({type(error).__name__}: {error})"
+            return Refused(problem, is_last=True), _NOTHING
 
     def _work(self, job: Job) -> tuple[Done, memoryview]:
         data = bytes(self._channel.read(job.num_bytes))
@@ -96,8 +99,8 @@ class _Worker:
         )
         return done, array.reshape(-1).view("uint8").data
 
-    def _has_grown(self) -> bool:
-        return _anonymous_bytes() > self._own_bytes + MAX_GROWTH
+    def _has_grown(self, in_use: int) -> bool:
+        return _anonymous_bytes() > self._own_bytes + in_use + MAX_GROWTH
 
 
 def _isolate(end: socket.socket) -> socket.socket:
