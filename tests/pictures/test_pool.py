@@ -118,8 +118,9 @@ def test_zygote_is_not_started_for_ever(
 ) -> None:
     monkeypatch.setattr(pool_module, "MAX_STARTS", 1)
     pool = light_pool()
-    workers_of(pool)
+    workers = workers_of(pool)
     os.kill(pool.zygote_pid, signal.SIGKILL)
+    until(lambda: not living(workers))
     with pytest.raises(ServerUnavailableError, match=r"ended 1 times within 10 minutes"):
         pool.process(PICTURE, "here").result(30)
     monkeypatch.setattr(pool_module, "START_WINDOW", 0.0)
@@ -147,11 +148,12 @@ def test_picture_beyond_a_limit_fails_alone(
 
 
 def test_worker_that_keeps_memory_is_replaced(pool: PicturePool) -> None:
-    before = {one.pid for one in workers_of(pool)}
-    for height, count in ((15, 0), (14, 1)):
-        picture = as_file(saved(gradient(20, height)))
-        assert pool.process(picture, "here").result(30)
-        until(lambda: len(before - {one.pid for one in workers_of(pool)}) == count, 20)  # noqa: B023
+    before = workers_of(pool)
+    assert pool.process(as_file(saved(gradient(20, 15))), "here").result(30)
+    assert living(before) == before
+    assert pool.process(as_file(saved(gradient(20, 14))), "here").result(30)
+    until(lambda: len(living(before)) == 1, 20)
+    assert pool.process(PICTURE, "here").result(30)
 
 
 def test_worker_that_does_not_answer_is_killed(light_pool: Callable[..., PicturePool]) -> None:

@@ -44,8 +44,12 @@ def main() -> None:
         return
     os.dup2(nothing, 2)
     control.send(Ready())
-    with contextlib.suppress(EOFError, OSError):
-        _Zygote(control, processor, start).run()
+    zygote = _Zygote(control, processor, start)
+    try:
+        with contextlib.suppress(EOFError, OSError):
+            zygote.run()
+    finally:
+        zygote.end_all()
 
 
 class _Zygote:
@@ -60,6 +64,10 @@ class _Zygote:
                 self._fork()
             else:
                 self._control.send(Ended(self._end(message.pid)))
+
+    def end_all(self) -> None:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
 
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
