@@ -22,7 +22,10 @@ class PictureProcessor:
         self._family = find_family(settings.family)
         name = self._family.PROCESSORS[settings.name]
         module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
-        self._processor = getattr(module, f"{settings.name}Pil")(**settings.fields)
+        found = getattr(module, f"{settings.name}Pil")
+        if (patchify := getattr(self._family, "patchify", None)) is not None:
+            found = type(found.__name__, (found,), {"patchify": patchify})
+        self._processor = found(**settings.fields)
         self._arguments: dict[str, Any] = dict(self._family.ARGUMENTS)
         if settings.sends_floats:
             del self._arguments["do_rescale"], self._arguments["do_normalize"]

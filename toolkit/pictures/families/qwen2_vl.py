@@ -51,6 +51,20 @@ def refusal(width: int, height: int) -> str:
     )
 
 
+def patchify(
+    _self: object, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
+) -> tuple[np.ndarray, int, int]:
+    """Replace the processor's method of this name, which converts bytes to fp32 first.
+
+    Returns ([patches, channels * patch * patch], rows, columns)."""
+    channels, height, width = image.shape
+    rows, columns = height // patch_size, width // patch_size
+    sides = rows // merge_size, merge_size, patch_size
+    across = columns // merge_size, merge_size, patch_size
+    parts = image.reshape(channels, *sides, *across).transpose(1, 4, 2, 5, 0, 3, 6)
+    return parts.reshape(rows * columns, -1), rows, columns
+
+
 def pack(outputs: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], np.ndarray]:
     """Return ((1, rows, columns), [patches, channels * patch * patch])."""
     (grid,) = outputs["image_grid_thw"]
