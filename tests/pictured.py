@@ -89,13 +89,13 @@ class Asked(NamedTuple):
         return given
 
 
-_SEEN = [START, PICTURE, END]
+SEEN = [START, PICTURE, END]
 ASKED = (
-    Asked([11, 12, *_SEEN, 13, 14], (0,)),
+    Asked([11, 12, *SEEN, 13, 14], (0,)),
     Asked([20, 21, 22, 23, 24]),
-    Asked([*_SEEN, 31, 32, *_SEEN, 33], (1, 2)),
-    Asked([11, 12, *_SEEN, 13, 14], (1,)),  # another picture after the same text
-    Asked([11, 12, *_SEEN, 40, 41], (0,)),  # the same picture, and other text
+    Asked([*SEEN, 31, 32, *SEEN, 33], (1, 2)),
+    Asked([11, 12, *SEEN, 13, 14], (1,)),  # another picture after the same text
+    Asked([11, 12, *SEEN, 40, 41], (0,)),  # the same picture, and other text
 )
 _SIZES = ((50, 33), (20, 64), (9, 9))  # width and height
 

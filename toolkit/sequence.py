@@ -70,9 +70,20 @@ class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
 
     @property
     def cache_key(self) -> str:
-        """Key that is equal for requests that may share cached blocks."""
+        """Key that is equal for requests that may share cached blocks of tokens.
+
+        What all tokens attend to is part of it: features without tokens of their own."""
         key = f"{self.adapter.key}\0{self.cache_salt}" if self.adapter else self.cache_salt
-        return "\0".join([key, *(feature.digest.hex() for feature in self.features)])
+        return "\0".join([key, *(one.digest.hex() for one in self.features if not one.runs)])
+
+    def features_key(self, start: int, end: int) -> str:
+        """Return a key of the features whose tokens are among those from `start` to `end`."""
+        digests = [
+            feature.digest.hex()
+            for feature in self.features
+            if any(first < end and first + count > start for first, count in feature.runs)
+        ]
+        return "\0" + "".join(digests) if digests else ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,13 +94,38 @@ def test_another_client_is_asked_when_the_first_has_exited(features: Any):
 
 def test_a_store_keeps_bytes_for_the_requests_that_run():
     store = FeatureStore()
-    store.hold("one", {A: b"a", B: b"b"})
-    store.hold("two", {B: b"b"})
+    store.hold("one", {A: source(b"a"), B: source(b"b")})
+    store.hold("two", {B: source(b"b")})
     store.release("one")
-    assert (store.find(A), store.find(B)) == (None, b"b")
+    assert store.load(A) is None
+    assert store.load(B).result() == b"b"
     store.release("two")
     store.release("two")
-    assert store.find(B) is None
+    assert store.load(B) is None
+
+
+def source(data: bytes) -> Callable[[], Future[bytes]]:
+    """Return a source that has loaded these bytes."""
+    done: Future[bytes] = Future()
+    done.set_result(data)
+    return lambda: done
+
+
+def test_blocks_depend_on_the_features_within_them():
+    features = (Feature(A, ((4, 3), (9, 2))), Feature(B, ((7, 1),)))
+    spec = SequenceSpec(
+        prompt_token_ids=[1],
+        params=SamplingParams(),
+        max_tokens=1,
+        eos_token_ids=[],
+        features=features,
+    )
+    none, first, both = "", spec.features_key(4, 5), spec.features_key(6, 8)
+    assert len({none, first, both, spec.features_key(7, 8)}) == 4
+    assert [spec.features_key(*one) for one in ((0, 4), (2, 7), (8, 9), (10, 12), (11, 12))] == [
+        none, first, none, first, none,
+    ]  # fmt: skip
+    assert spec.cache_key == msgspec.structs.replace(spec, features=()).cache_key
 
 
 def test_requests_share_no_blocks_if_their_features_differ():
@@ -153,17 +179,19 @@ async def tokens_of(stream: Any) -> list[int]:
 async def test_a_core_gets_the_bytes_that_it_lacks(llm: AsyncLLM, monkeypatch):
     sent, data = Sent(llm, monkeypatch), os.urandom(3_000_000)
     expected = checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)
-    streams = [llm.start_request(request(str(i), A), features={A: data}) for i in range(2)]
+    streams = [llm.start_request(request(str(i), A), features={A: source(data)}) for i in range(2)]
     async with asyncio.timeout(60):
         assert [await tokens_of(stream) for stream in streams] == [expected] * 2
     assert [(one.digest, one.is_found, given) for one, given in sent.given] == [(A, True, data)]
-    assert llm._features.find(A) is None
+    assert llm._features.load(A) is None
 
 
 async def test_a_core_that_follows_another_asks_again(llm: AsyncLLM, monkeypatch):
     expected = checkpoints.greedy(checkpoints.make_reference("llama3-gqa"), PROMPT, 20)
     psutil.Process(llm.replicas[0].link.pid).suspend()
-    stream = llm.start_request(request("one", A, B), features={A: b"first", B: b"second"})
+    stream = llm.start_request(
+        request("one", A, B), features={A: source(b"first"), B: source(b"second")}
+    )
     psutil.Process(llm.replicas[0].link.pid).kill()
     async with asyncio.timeout(60):
         assert await tokens_of(stream) == expected

@@ -112,6 +112,18 @@ def test_cached_prompts_prepare_no_picture(folder, pools):
     llm.shutdown()
 
 
+def test_text_before_a_picture_is_cached_for_other_pictures(folder, pools):
+    llm = LLM(str(folder("qwen2.5-vl")), **SETTINGS, block_size=4)
+    text = list(range(11, 20))
+    cached = []
+    for picture in (0, 1, 0):
+        asked = Asked([*text, *pictured.SEEN, 30], (picture,))
+        (found,) = llm.generate([asked.prompt], GREEDY, use_tqdm=False)
+        cached.append(found.num_cached_tokens)
+    assert cached == [0, 8, 32]  # blocks of text; and all but the last two tokens
+    llm.shutdown()
+
+
 def test_prompts_hold_all_placeholders(folder, pools):
     llm = LLM(str(folder("qwen2.5-vl")), **SETTINGS)
     (found,) = llm.generate(prompts(ASKED[:1]), GREEDY, use_tqdm=False)

@@ -146,7 +146,8 @@ class Scheduler:
         """Return the features that a request has to compute, as far as can be known now."""
         first = len(self._blocks.find_cached(request)) * self._blocks.block_size
         cache = self.needs.cache
-        return [one for one in request.spec.features if one.end > first and one not in cache]
+        wanted = (one for one in request.spec.features if one.end > first or not one.runs)
+        return [one for one in wanted if one not in cache]
 
     def enqueue(self, request: Request) -> None:
         """Put a waiting request into the queue, unless it has ended."""

@@ -74,7 +74,7 @@ class Router:
         """Choose one of `candidates` and add the request to its load."""
         prompt, num_answers = spec.prompt_token_ids, spec.params.n
         caches = caches and spec.pooling is None
-        prefixes = list(_prefixes(prompt, spec.cache_key)) if caches else []
+        prefixes = list(_prefixes(spec)) if caches else []
         tie_break = prefixes[0].digest[0] if prefixes else 0
         count = len(self._loads)
         missing = {
@@ -140,13 +140,15 @@ class _SeenPrefixes:
         self._size = 0
 
 
-def _prefixes(prompt: Sequence[int], salt: str) -> Iterator[Prefix]:
+def _prefixes(spec: SequenceSpec) -> Iterator[Prefix]:
     """Yield the tracked prefixes: about a hundred for a million tokens."""
-    tokens = np.asarray(prompt, np.int32)
-    digest = blake2b(salt.encode(), digest_size=16).digest()
+    tokens = np.asarray(spec.prompt_token_ids, np.int32)
+    digest = blake2b(spec.cache_key.encode(), digest_size=16).digest()
     length, num_blocks = 0, 1
     while (end := num_blocks * BLOCK) <= len(tokens):
-        digest = blake2b(digest + tokens[length:end].tobytes(), digest_size=16).digest()
+        features = spec.features_key(length, end).encode() if spec.features else b""
+        content = digest + tokens[length:end].tobytes() + features
+        digest = blake2b(content, digest_size=16).digest()
         yield Prefix(digest, end, end - length)
         length = end
         num_blocks += max(1, num_blocks // GROWTH)
