@@ -5,7 +5,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import msgspec
@@ -54,6 +56,7 @@ from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 from toolkit.worker import Report
 
 Messages = list[dict[str, Any]]
+NUM_HASHERS = 4  # threads that copy pictures and compute their digests
 
 
 class LLM:
@@ -369,14 +372,17 @@ class LLM:
 
     def _pictures_of(self, prompts: Sequence[Prompt]) -> list[list[Picture]]:
         """Return the pictures of each prompt, once their sizes are known."""
-        measured = []
-        for prompt in prompts:
-            images = pictures_in(prompt)
-            if images:
-                pictures = self._require_sight()
-                pictures.require_number(len(images), "multi_modal_data")
-            measured.append([pictures.take(one, "multi_modal_data") for one in images])
-        return [[one.result() for one in several] for several in measured]
+        images = [pictures_in(prompt) for prompt in prompts]
+        if not any(images):
+            return [[] for _ in prompts]
+        pictures = self._require_sight()
+        for several in images:
+            pictures.require_number(len(several), "multi_modal_data")
+        take = partial(pictures.take, param="multi_modal_data")
+        with ThreadPoolExecutor(NUM_HASHERS) as threads:
+            taken = threads.map(take, chain.from_iterable(images))
+            found = iter([one.result() for one in taken])
+        return [[next(found) for _ in several] for several in images]
 
     def _require_sight(self) -> Pictures:
         """Return what prepares pictures; its processes are started for the first one."""
