@@ -27,7 +27,14 @@ EOS = 256
 NEW_TOKENS = 64  # per answer in the parity tests
 
 _CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3Seeing": "Gemma3Config"}
-_SEEING = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma3Seeing", "Mistral3")  # with a tower
+_SEEING = (
+    "Qwen2VL",
+    "Qwen2_5_VL",
+    "Qwen3VL",
+    "Qwen3VLMoe",
+    "Gemma3Seeing",
+    "Mistral3",
+)  # with a tower
 _HEADS = {"GPT2": "GPT2LMHeadModel"} | {
     family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING
 }

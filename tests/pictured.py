@@ -68,6 +68,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"image_processor_type": "Qwen2VLImageProcessorFast"},
     ),
 }  # fmt: skip
+_DENSE = MODELS["qwen3-vl"][1]
+MODELS["qwen3-vl-moe"] = (
+    "Qwen3VLMoe",
+    _DENSE
+    | {
+        "text_config": _DENSE["text_config"]
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"mlp_only_layers": [1], "decoder_sparse_step": 1}
+    },
+    {"image_processor_type": "Qwen2VLImageProcessorFast"},
+)
 _PROCESSOR = {
     "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64,
     "max_pixels": 64 * 40, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3],
@@ -120,8 +131,10 @@ def louder(model: torch.nn.Module) -> None:
             parameter.data *= 8
 
 
-def save(name: str, folder: Path) -> Path:
-    """Write a checkpoint with its image processor."""
+def save(name: str, folder: Path, *, is_published: bool = True) -> Path:
+    """Write a checkpoint with its image processor.
+
+    is_published: experts are [in, out], as in published files, and not as Transformers has them."""
     from safetensors.torch import load_file, save_file
 
     family, settings, processor = MODELS[name]
@@ -131,6 +144,8 @@ def save(name: str, folder: Path) -> Path:
     for key, tensor in tensors.items():
         if "visual" in key and tensor.dim() > 1:
             tensor *= 8
+        if is_published and key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[key] = tensor.transpose(1, 2).contiguous()
     save_file(tensors, file, {"format": "pt"})
     (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR | processor))
     return folder

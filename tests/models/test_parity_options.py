@@ -82,7 +82,8 @@ def test_each_flag_is_on_and_off_in_a_recorded_model(kind):
     module = import_module(f"{architectures.__name__}.{kind}")
     configs = recorded_configs(module.ARCHITECTURES)
     if not configs:
-        assert kind in ("bert", "roberta", "xlm_roberta")
+        # Configs of encoders have no flags; `test_seeing` has the decoder of a larger model.
+        assert kind in ("bert", "roberta", "xlm_roberta", "qwen3_vl_moe_text")
         return
     flags = [one for one in msgspec.structs.fields(module.Config) if one.type is bool]
     for flag in flags:

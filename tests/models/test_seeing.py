@@ -44,6 +44,7 @@ FEW = ("chunks through pictures", "room for one picture", "swap")
 CASES = [("qwen2.5-vl", mode) for mode in MODES]
 CASES += [(name, mode) for name in ("qwen2-vl", "qwen3-vl") for mode in FEW]
 CASES += [("qwen3-vl", "two ranks"), ("qwen3-vl", "drafts")]
+CASES += [("qwen3-vl-moe", "chunks through pictures"), ("qwen3-vl-moe", "two ranks")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 
@@ -92,6 +93,13 @@ def test_answers_equal_transformers(folder, pools, name, mode):
         assert num_preempted is None or num_preempted() > 0
     finally:
         llm.shutdown()
+
+
+def test_experts_may_have_the_layout_of_transformers(tmp_path, pools):
+    folder = pictured.save("qwen3-vl-moe", tmp_path / "moe", is_published=False)
+    llm = LLM(str(folder), **SETTINGS)
+    assert answers(llm, ASKED[:2]) == [answer("qwen3-vl-moe", one) for one in ASKED[:2]]
+    llm.shutdown()
 
 
 def test_pictures_change_answers():

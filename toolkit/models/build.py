@@ -45,6 +45,8 @@ def load_config(folder: Path, settings: ModelConfig = DEFAULTS) -> ArchitectureC
     try:
         config = parse_config(raw, settings.model_impl)
         config.packings = _read_packings(folder, raw, config, settings)
+        if config.reads_shapes and settings.load_format != "dummy":
+            config.read_shapes({one.name: one.shape for one in stored_tensors(folder)})
     except ConfigError:  # a ValueError, too
         raise
     except ValueError as error:

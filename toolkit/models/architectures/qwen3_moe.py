@@ -1,10 +1,13 @@
 """Qwen3-MoE (Yang et al., 2025): Qwen3's decoder with experts."""
 
+from collections.abc import Callable
+
 from toolkit.models.architectures import qwen2_moe
 from toolkit.models.architectures.llama import llama_layer
 from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Decoder, HeadNorm, Layer
 from toolkit.models.parts import decoder, gated_experts, rms_norm
+from toolkit.weights.source import Source
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3MoeModel")
 
@@ -22,7 +25,11 @@ class Config(qwen2_moe.Config, kw_only=True):
         return True
 
 
-def describe(config: Config) -> Decoder:
+def describe(
+    config: Config, experts_of: Callable[[str], dict[str, Source]] = lambda name: {}
+) -> Decoder:
+    """`experts_of`: sources of the experts of a block, if each has no tensors of its own."""
+
     def layer(name: str, index: int) -> Layer:
         attn, bias = f"{name}.self_attn", config.attention_bias
         experts = gated_experts(
@@ -31,6 +38,7 @@ def describe(config: Config) -> Decoder:
             (config.num_experts, config.num_experts_per_tok),
             size=config.moe_intermediate_size,
             renormalizes=config.norm_topk_prob,
+            **experts_of(f"{name}.mlp.experts"),
         )
         return llama_layer(
             config,

@@ -4,6 +4,7 @@ Reading it without Transformers saves seconds at every start."""
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -36,8 +37,13 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
     packings: Any = None
     """`weights.formats.Packings` of a quantized checkpoint. Not in the file."""
 
+    reads_shapes: ClassVar[bool] = False  # `read_shapes` is to be called
+
     def __post_init__(self) -> None:
         self.dtype = self.dtype or self.torch_dtype
+
+    def read_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Note the layout of a checkpoint's tensors, which config.json does not say."""
 
 
 def resolve_dtype(wanted: str, config: ArchitectureConfig, *, on_gpu: bool) -> str:

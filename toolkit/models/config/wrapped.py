@@ -15,6 +15,7 @@ _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "qwen2_vl": {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2", None: "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2", None: "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3", None: "qwen3"},
+    "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_vl_moe_text", None: "qwen3_vl_moe_text"},
 }
 """By the `model_type` of config.json and of its text_config: the decoder's. None: without one."""
 WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", *QUANTIZATION_FIELDS)
