@@ -7,6 +7,7 @@ from toolkit.config.engine import (
     LoRAConfig,
     ModelConfig,
     ParallelConfig,
+    PictureConfig,
     PluginConfig,
     SchedulerConfig,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "Option",
     "ParallelConfig",
+    "PictureConfig",
     "PluginConfig",
     "RunConfig",
     "SchedulerConfig",

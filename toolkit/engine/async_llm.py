@@ -267,7 +267,7 @@ class AsyncLLM:
         images = pictures_in(prompt)
         if not images:
             return []
-        pictures = require_sight(self._inputs.pictures)
+        pictures = require_sight(self._inputs.pictures, self.config.model.model or "tk-demo")
         pictures.require_number(len(images), "prompt")
         measured = [pictures.take(one, "multi_modal_data") for one in images]
         return [await asyncio.wrap_future(one) for one in measured]

@@ -392,7 +392,7 @@ class LLM:
                     "LLM takes no pictures with data_parallel_size above 1. Use a server."
                 )
             self._inputs.pictures = make_pictures(self.info.sight, self.config.pictures)
-        return require_sight(self._inputs.pictures)
+        return require_sight(self._inputs.pictures, self.config.model.model or "tk-demo")
 
     def _submit(self, prepared: Prepared, woken: deque[RequestState]) -> RequestState:
         """Submit a request. It is appended to `woken` whenever it has a new delta."""

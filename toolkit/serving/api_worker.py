@@ -24,6 +24,7 @@ from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.cores.core_client import CoreLink
 from toolkit.engine.cores.launch import smallest_core
 from toolkit.engine.front.input_processor import InputProcessor
+from toolkit.engine.front.pictures import make_pictures
 from toolkit.engine.messages import Failed
 from toolkit.errors import EngineDeadError, ToolkitError
 from toolkit.logs import LogStyle, flush_stderr
@@ -121,7 +122,9 @@ class APIWorker:
             for core in addresses
         ]
         info = smallest_core([core.info for core in addresses if core.info is not None])
-        engine.connect_cores(cores, InputProcessor(Path(model.folder), tokenizer, info))
+        pictures = make_pictures(info.sight, engine.config.pictures)
+        inputs = InputProcessor(Path(model.folder), tokenizer, info, pictures)
+        engine.connect_cores(cores, inputs)
         for index, core in enumerate(addresses):
             if core.info is not None:
                 engine.cores.watch(index).add_done_callback(_exit_if_failed)

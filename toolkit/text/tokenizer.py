@@ -137,7 +137,7 @@ class Tokenizer:
         None if there is none to split. Only the template itself can then write special tokens."""
         if not any(self._has_special_text(text) for text in _texts_in(options)):
             return options, None
-        separator = _unused_character(options)
+        separator = unused_character(options)
         return _map_texts(
             options, functools.partial(self._split_special_texts, separator)
         ), separator
@@ -364,6 +364,12 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer 
     return Tokenizer(folder, chat_template)
 
 
+def unused_character(value: Any) -> str:
+    """Return a private-use character that no text contains."""
+    used = set().union(*_texts_in(value))
+    return next(c for c in map(chr, range(0xF0000, 0x110000)) if c not in used)
+
+
 def eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     """Return the tokens that end an answer, by generation_config.json, config.json, tokenizer.
 
@@ -413,12 +419,6 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_map_texts(one, change) for one in value]
     return value
-
-
-def _unused_character(value: Any) -> str:
-    """Return a private-use character that no text contains."""
-    used = set().union(*_texts_in(value))
-    return next(c for c in map(chr, range(0xF0000, 0x110000)) if c not in used)
 
 
 def _decode_word_piece(token: str, decoder: dict[str, Any]) -> str:

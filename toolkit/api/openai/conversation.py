@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,9 @@ from toolkit.api.openai.answer_parts import AnswerParser, AnswerPart, AnswerPlan
 from toolkit.api.openai.beams import Beams, start_beams
 from toolkit.api.openai.generation import AnswerGroup, start_group
 from toolkit.api.openai.tools import ToolUse
+from toolkit.engine.front.input_processor import Prompt
+from toolkit.engine.front.picture_places import count_pictures, join_parts
+from toolkit.engine.front.pictures import Picture, Pictures, PictureUrl, require_sight
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.text.harmony import adapt_conversation, is_harmony
@@ -30,6 +34,7 @@ class Conversation:
     """A chat to answer. Every interface builds it from its validated request."""
 
     messages: list[dict[str, Any]]  # as chat templates take them
+    pictures: Sequence[PictureUrl] = ()  # in the order of their places
     options: dict[str, Any]  # further input of the template
     tools: ToolUse = field(default_factory=ToolUse)
     template: str | None = None  # the request's own
@@ -44,7 +49,9 @@ class Conversation:
         With a constant per message, call and tool."""
         length = 100 * len(self.messages) + 500 * len(self.tools.tools)
         for message in self.messages:
-            length += len(message["content"] or "") + len(message.get("reasoning_content", ""))
+            content = message["content"] or ""
+            texts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
+            length += sum(map(len, texts)) + len(message.get("reasoning_content", ""))
             for call in message.get("tool_calls", ()):
                 length += 100 + len(str(call["function"]["arguments"]))
         return length
@@ -82,13 +89,19 @@ class ChatAnswer:
 async def start_answer(
     target: Target, asked: Conversation, request: Request, request_id: str
 ) -> ChatAnswer:
-    """Start the answers to a conversation. Raises InvalidRequestError."""
-    prompt = await encode_conversation(target, asked, request)
+    """Start the answers to a conversation.
+
+    Raises InvalidRequestError, and ServerUnavailableError if too many bytes of pictures are held."""
+    token_ids = await _encode_conversation(target, asked, request)
+    pictures = await _load_pictures(target, asked, request, is_checked=True)
+    prompt: Prompt = token_ids
+    if pictures:
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}}
     tokenizer = target.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
     assert asked.params is not None, "only the prompt is wanted"
     template = tokenizer.chat_template_text if asked.template is None else asked.template
-    plan = AnswerPlan.of(asked.tools, template, prompt, tokenizer, target.server.plugins.parsers)
+    plan = AnswerPlan.of(asked.tools, template, token_ids, tokenizer, target.server.plugins.parsers)
     params = plan.constrain(asked.params, tokenizer)
     if asked.beams is not None:
         group = await start_beams(
@@ -107,12 +120,39 @@ async def start_answer(
 
 
 async def encode_conversation(target: Target, asked: Conversation, request: Request) -> list[int]:
-    """Return the prompt tokens of a conversation.
+    """Return the prompt tokens of a conversation, those of pictures included.
+
+    Raises InvalidRequestError."""
+    token_ids = await _encode_conversation(target, asked, request)
+    if not (pictures := await _load_pictures(target, asked, request, is_checked=False)):
+        return token_ids
+    return _sight_of(target, asked).expand(token_ids, pictures)[0]
+
+
+async def _load_pictures(
+    target: Target, asked: Conversation, request: Request, *, is_checked: bool
+) -> list[Picture]:
+    """Return the pictures of a conversation. For errors see `Pictures.resolve`."""
+    if not asked.pictures:
+        return []
+    resolving = _sight_of(target, asked).resolve(asked.pictures, is_checked=is_checked)
+    return await while_connected(request, resolving)
+
+
+def _sight_of(target: Target, asked: Conversation) -> Pictures:
+    """Raise InvalidRequestError if the model does not see."""
+    return require_sight(target.engine.inputs.pictures, target.name, asked.pictures[0].param)
+
+
+async def _encode_conversation(target: Target, asked: Conversation, request: Request) -> list[int]:
+    """Return the prompt tokens of a conversation. A picture is one token.
 
     A long conversation is rendered in a thread, and the request's own template in another process:
     the event loop stays free. Raises InvalidRequestError if the chat template refuses the messages,
     or the model an option."""
     config = target.server.config
+    if asked.pictures:
+        _sight_of(target, asked).require_number(len(asked.pictures), "prompt")
     if asked.template is not None and not config.trust_request_chat_template:
         raise InvalidRequestError(
             "This server accepts no chat template in a request. "
@@ -142,14 +182,24 @@ async def _encode_apart(
     inputs = target.engine.inputs
     inputs.require_generation()
     tokenizer = inputs.require_tokenizer()
-    separator = None
-    if not allow:
-        given, separator = await asyncio.to_thread(tokenizer.protect, given)
-    rendering = target.server.templates.render(
-        tokenizer.find_template(template), tokenizer.special_tokens, given
-    )
-    text = await while_connected(request, rendering)
-    return await asyncio.to_thread(inputs.encode_chat, text, separator)
+
+    async def encode(given: dict[str, Any], stand_in: str = "") -> list[int]:
+        separator = None
+        if not allow:
+            given, separator = await asyncio.to_thread(tokenizer.protect, given)
+        rendering = target.server.templates.render(
+            tokenizer.find_template(template), tokenizer.special_tokens, given
+        )
+        text = await while_connected(request, rendering)
+        return await asyncio.to_thread(inputs.encode_chat, text, separator, stand_in)
+
+    # As `InputProcessor.chat_prompt`.
+    if not (count := count_pictures(given["messages"])):
+        return await encode(given)
+    with suppress(InvalidRequestError):
+        if inputs.count_places(token_ids := await encode(given)) == count:
+            return token_ids
+    return await encode(*join_parts(given))
 
 
 def _adapt(

@@ -57,7 +57,10 @@ class AnswerGroup:
         prompt = sum(len(stream.state.prompt_token_ids) for stream in self.streams)
         cached = sum(stream.state.num_cached_tokens for stream in self.streams)
         total = prompt + self.num_tokens
-        usage = Usage(prompt, self.num_tokens, total, PromptTokensDetails(cached))
+        details = PromptTokensDetails(cached)
+        if pictures := sum(stream.state.num_picture_tokens for stream in self.streams):
+            details.image_tokens = pictures
+        usage = Usage(prompt, self.num_tokens, total, details)
         sequences = [one for stream in self.streams for one in stream.state.sequences]
         accepted = sum(one.num_accepted_drafts for one in sequences)
         rejected = sum(one.num_rejected_drafts for one in sequences)

@@ -9,6 +9,7 @@ from toolkit.api.openai.tools import ToolCallDelta, ToolCallMessage
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+    image_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of pictures, if there are some
 
 
 class CompletionTokensDetails(msgspec.Struct):

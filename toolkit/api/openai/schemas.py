@@ -1,10 +1,10 @@
 """Requests for completions and chats, as pydantic models: they validate, and document the API."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from toolkit.api.http.body_fields import (
     BY_KIND,
@@ -34,6 +34,8 @@ from toolkit.api.openai.tools import (
     ToolUse,
     only_type,
 )
+from toolkit.engine.front.picture_places import content_of
+from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
 
@@ -341,21 +343,78 @@ class RefusalPart(Body):
         return self.refusal
 
 
+class ImageUrl(Body):
+    url: Text = Field(description="data: URL with base64, or an http(s) or file URL if allowed")
+    detail: Literal["auto", "low", "high", "original"] | None = Field(
+        None, description="Not read: the server's --mm-processor-kwargs sets the size"
+    )
+
+
+class ImagePart(Body):
+    """Picture, in messages of the user and of tools."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[
+        Annotated[Text, TEXT] | Annotated[ImageUrl, Tag("(object)")],
+        Discriminator(lambda value: TEXT.tag if isinstance(value, str) else "(object)"),
+    ]
+
+    def to_url(self, place: str) -> PictureUrl:
+        """`place`: the parameter of this part."""
+        if isinstance(self.image_url, str):
+            return PictureUrl(self.image_url, f"{place}.image_url")
+        return PictureUrl(self.image_url.url, f"{place}.image_url.url")
+
+
+PART_TYPES = ("text", "image_url", "refusal")
+
+
+def _kind_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return f"({kind if kind in PART_TYPES else 'text'})"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("(text)")]
+    | Annotated[ImagePart, Tag("(image_url)")]
+    | Annotated[RefusalPart, Tag("(refusal)")],
+    Discriminator(_kind_of_part),
+]
+
+
 def _check_part_types(content: Any) -> Any:
     """Name an unsupported type here: pydantic's error would list what each variant lacks."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise ValueError(f"Only content parts of type 'text' are supported, not {kind[:32]!a}")
+        if isinstance(kind, str) and kind not in PART_TYPES:
+            raise ValueError(
+                "Only content parts of the types 'text' and 'image_url' are supported, not "
+                f"{kind[:32]!a}"
+            )
     return content
 
 
 Content = Annotated[
-    Annotated[Text, TEXT]
-    | Annotated[list[TextPart | RefusalPart], FAIL_FAST, Field(max_length=MAX_MESSAGES), LIST],
+    Annotated[Text, TEXT] | Annotated[list[Part], FAIL_FAST, Field(max_length=MAX_MESSAGES), LIST],
     BY_KIND,
     BeforeValidator(_check_part_types),
 ]
+TextContent = Annotated[
+    Annotated[Text, TEXT]
+    | Annotated[list[TextPart], FAIL_FAST, Field(max_length=MAX_MESSAGES), LIST],
+    BY_KIND,
+]
+PICTURE_ROLES = ("user", "tool")
+
+
+def require_picture_role(role: str, param: str) -> None:
+    """Raise InvalidParamError for a picture in a message of another role."""
+    if role not in PICTURE_ROLES:
+        raise InvalidParamError(
+            param,
+            f"is a picture in a message of the role {role[:64]!a}. Send pictures in messages of "
+            "the roles user and tool.",
+        )
 
 
 class ChatMessage(Body):
@@ -374,10 +433,12 @@ class ChatMessage(Body):
     )
 
     def to_template(self) -> dict[str, Any]:
-        """Join content parts to one text and leave empty fields out.
+        """Leave empty fields out. The content is text, or parts if it has pictures.
 
         The content of calls without any is none."""
-        content = _text(self.content) or self.refusal or ""
+        parts = self.content if isinstance(self.content, list) else [self.content]
+        texts = (None if isinstance(part, ImagePart) else _text(part) for part in parts)
+        content = content_of(texts) or self.refusal or ""
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             if self.content is None and not content:
@@ -388,12 +449,20 @@ class ChatMessage(Body):
                 message[name] = getattr(self, name)
         return message
 
+    def pictures(self, place: str) -> Iterator[PictureUrl]:
+        """Yield the pictures. `place`: the parameter of this message. Raises InvalidParamError."""
+        for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(part, ImagePart):
+                picture = part.to_url(f"{place}.content[{index}]")
+                require_picture_role(self.role, picture.param)
+                yield picture
+
 
 class Prediction(Body):
     """Text that much of the answer repeats, such as the file that it changes."""
 
     type: Literal["content"]
-    content: Content
+    content: TextContent
 
 
 class ChatRequest(SamplingFields):
@@ -478,6 +547,11 @@ class ChatRequest(SamplingFields):
             raise InvalidRequestError("The conversation has no messages.", param="messages")
         return Conversation(
             messages=[message.to_template() for message in self.messages],
+            pictures=[
+                picture
+                for index, message in enumerate(self.messages)
+                for picture in message.pictures(f"messages[{index}]")
+            ],
             options=options,
             tools=use,
             template=self.chat_template,
@@ -595,7 +669,12 @@ def _parse_biases(given: dict[str, float] | None) -> dict[int, float] | None:
         ) from None
 
 
-def _text(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
-    if content is None:
+def _text(content: str | Part | Sequence[Part] | None) -> str:
+    """Return the text of a message or of a part. A picture has none."""
+    if content is None or isinstance(content, ImagePart):
         return ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    if isinstance(content, TextPart | RefusalPart):
+        return content.text
+    return "".join(map(_text, content))

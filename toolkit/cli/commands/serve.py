@@ -12,6 +12,7 @@ from toolkit.config import (
     LoRAConfig,
     ModelConfig,
     ParallelConfig,
+    PictureConfig,
     PluginConfig,
     SchedulerConfig,
     ServerConfig,
@@ -32,6 +33,7 @@ from toolkit.config.dry_run import DryRunConfig
     CacheConfig,
     SchedulerConfig,
     ParallelConfig,
+    PictureConfig,
     DryRunConfig,
 )
 def serve(
@@ -44,6 +46,7 @@ def serve(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     parallel: ParallelConfig,
+    pictures: PictureConfig,
     dry: DryRunConfig,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
@@ -56,6 +59,7 @@ def serve(
         plugins=plugins,
         lora=lora,
         speculation=speculation,
+        pictures=pictures,
     )
     if dry.dry_run:
         from toolkit.inventory.dry_run import dry_run

@@ -3,15 +3,22 @@
 import sys
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from toolkit.engine.front.features import FeatureSource
+from toolkit.engine.front.picture_places import count_pictures, join_parts, placeholder
 from toolkit.engine.front.pictures import Picture, Pictures
 from toolkit.engine.messages import EngineRequest
-from toolkit.errors import CheckpointError, ContextLengthError, InvalidRequestError
+from toolkit.errors import (
+    CheckpointError,
+    ContextLengthError,
+    InvalidParamError,
+    InvalidRequestError,
+)
 from toolkit.files import parse_json
 from toolkit.gguf.folder import read_file
 from toolkit.sampling.logits_processors import check_arguments
@@ -74,9 +81,8 @@ class InputProcessor:
         features: tuple[Feature, ...] = ()
         if pictures:
             if params.truncate_prompt_tokens is not None:
-                raise InvalidRequestError(
-                    "truncate_prompt_tokens could cut a picture. Leave it out.",
-                    param="truncate_prompt_tokens",
+                raise InvalidParamError(
+                    "truncate_prompt_tokens", "could cut a picture. Leave it out."
                 )
             assert self.pictures is not None, "there are pictures"
             token_ids, features = self.pictures.expand(token_ids, pictures)
@@ -242,20 +248,39 @@ class InputProcessor:
         """Return the tokens of a conversation. For options see `ChatTemplates.render`.
 
         Only the template can write special tokens. In messages, tools and other options they are
-        ordinary text, unless `allow_special_tokens`."""
+        ordinary text, unless `allow_special_tokens`. A picture (see `picture_places`) is one
+        token."""
         self.require_generation()
         tokenizer = self.require_tokenizer()
-        given, separator = {"messages": messages, **options}, None
-        if not allow_special_tokens:
-            given, separator = tokenizer.protect(given)
-        return self.encode_chat(
-            tokenizer.render_chat(chat_template=chat_template, **given), separator
-        )
 
-    def encode_chat(self, text: str, separator: str | None) -> list[int]:
-        """Return the tokens of a rendered conversation. Raises InvalidRequestError."""
+        def encode(given: dict[str, Any], stand_in: str = "") -> list[int]:
+            separator = None
+            if not allow_special_tokens:
+                given, separator = tokenizer.protect(given)
+            text = tokenizer.render_chat(chat_template=chat_template, **given)
+            return self.encode_chat(text, separator, stand_in)
+
+        given = {"messages": messages, **options}
+        if not (count := count_pictures(messages)):
+            return encode(given)
+        with suppress(InvalidRequestError):
+            if self.count_places(token_ids := encode(given)) == count:
+                return token_ids
+        return encode(*join_parts(given))
+
+    def count_places(self, token_ids: Sequence[int]) -> int:
+        """Return the number of places for pictures in a prompt."""
+        return 0 if self.info.sight is None else token_ids.count(self.info.sight.token_id)
+
+    def encode_chat(self, text: str, separator: str | None, stand_in: str = "") -> list[int]:
+        """Return the tokens of a rendered conversation. `stand_in`: see `picture_places`.
+
+        Raises InvalidRequestError."""
         self.check_length(text)
-        return self.require_tokenizer().encode_chat(text, separator)
+        tokenizer = self.require_tokenizer()
+        if stand_in and self.info.sight is not None:
+            text = text.replace(stand_in, placeholder(tokenizer, self.info.sight.token_id))
+        return tokenizer.encode_chat(text, separator)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         given = plain_prompt(prompt)

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from toolkit.config.engine import PictureConfig
 from toolkit.engine.front.features import FeatureSource
+from toolkit.engine.front.pixel_cache import PixelCache
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.pictures.pool import PicturePool, Pixels
 from toolkit.pictures.settings import PictureLimits
-from toolkit.pictures.sources import Encoded, from_image
+from toolkit.pictures.sources import Encoded, from_image, load
 from toolkit.pictures.tokens import Grid, token_grid
 from toolkit.sequence import Feature
 from toolkit.worker.info import SightInfo
 
 MAX_SIZES = 2**14  # pictures whose sizes are kept
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureUrl:
+    """URL of a picture, and the parameter of the request that has it."""
+
+    url: str
+    param: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +63,12 @@ def pictures_in(prompt: object) -> list[Any]:
     return list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
 
 
-def require_sight(pictures: Pictures | None) -> Pictures:
-    """Raise InvalidRequestError if prompts are text."""
+def require_sight(pictures: Pictures | None, model: str, param: str = "prompt") -> Pictures:
+    """Raise InvalidRequestError if prompts are text. `model`: its name."""
     if pictures is None:
         raise InvalidRequestError(
-            "This model reads text alone: the prompt has a picture.",
-            param="messages",
+            f"{model} reads text alone: the prompt has a picture.",
+            param=param,
             code="model_not_supported",
         )
     return pictures
@@ -85,9 +97,31 @@ class Pictures:
         self._salt = msgspec.msgpack.encode(sight.processor, order="deterministic")
         self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._lock = threading.Lock()
+        self._pixels = PixelCache()
 
     def close(self) -> None:
         self.pool.close()
+
+    async def resolve(self, urls: Sequence[PictureUrl], *, is_checked: bool) -> list[Picture]:
+        """Load and measure pictures. `is_checked`: also process those that are new.
+
+        Such a picture can be decoded, so that no answer fails because of it. Raises the error of
+        the first picture that fails, after the others are cancelled."""
+
+        async def take(one: PictureUrl) -> Picture:
+            encoded = await load(one.url, self.limits, one.param)
+            picture = await asyncio.wrap_future(self.measure(encoded, one.param))
+            if is_checked:
+                await asyncio.wrap_future(self.check(picture, one.param))
+            return picture
+
+        tasks = [asyncio.ensure_future(take(one)) for one in urls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def take(self, image: Any, param: str) -> Future[Picture]:
         """Take a picture that is one already, or an image of Pillow."""
@@ -103,23 +137,25 @@ class Pictures:
 
     def measure(self, encoded: Encoded, param: str) -> Future[Picture]:
         """Find the size of a picture. Fails with InvalidRequestError if it is none."""
-        done: Future[Picture] = Future()
-        if (size := self._known_size(encoded)) is not None:
-            self._finish(done, encoded, size, param)
+        size = self._known_size(encoded)
+        measured: Future[tuple[int, int]] = Future()
+        if size is not None:
+            measured.set_result(size)
+        else:
+            measured = self.pool.measure(encoded, param)
+        return _then(measured, partial(self._picture_of, encoded, param))
+
+    def check(self, picture: Picture, param: str) -> Future[None]:
+        """Process a picture unless it is known that it can be. Fails with InvalidRequestError."""
+        if self._pixels.is_decodable(picture.digest):
+            done: Future[None] = Future()
+            done.set_result(None)
             return done
 
-        def take(measured: Future[tuple[int, int]]) -> None:
-            if (error := measured.exception()) is not None:
-                done.set_exception(error)
-                return
-            with self._lock:
-                self._sizes[encoded.digest] = measured.result()
-                if len(self._sizes) > MAX_SIZES:
-                    self._sizes.popitem(last=False)
-            self._finish(done, encoded, measured.result(), param)
+        def keep(pixels: Pixels) -> None:
+            self._pixels.put(picture.digest, pixels.data)
 
-        self.pool.measure(encoded, param).add_done_callback(take)
-        return done
+        return _then(self.pool.process(picture.encoded, param), keep)
 
     def _known_size(self, encoded: Encoded) -> tuple[int, int] | None:
         if encoded.raw_size is not None:
@@ -127,36 +163,30 @@ class Pictures:
         with self._lock:
             return self._sizes.get(encoded.digest)
 
-    def _finish(
-        self, done: Future[Picture], encoded: Encoded, size: tuple[int, int], param: str
-    ) -> None:
-        try:
-            grid = token_grid(self.sight.processor, *size, param)
-            if grid[0] * grid[1] > self.sight.most_rows:
-                raise InvalidParamError(
-                    param,
-                    f"is a picture of {size[0]} x {size[1]} pixels, which takes "
-                    f"{grid[0] * grid[1]} tokens; this server's pictures have at most "
-                    f"{self.sight.most_rows}.",
-                )
-        except InvalidRequestError as error:
-            done.set_exception(error)
-            return
+    def _picture_of(self, encoded: Encoded, param: str, size: tuple[int, int]) -> Picture:
+        """Return a picture of this size. Raises InvalidRequestError for a size that is refused."""
+        with self._lock:
+            self._sizes[encoded.digest] = size
+            if len(self._sizes) > MAX_SIZES:
+                self._sizes.popitem(last=False)
+        grid = token_grid(self.sight.processor, *size, param)
+        if grid[0] * grid[1] > self.sight.most_rows:
+            raise InvalidParamError(
+                param,
+                f"is a picture of {size[0]} x {size[1]} pixels, which takes "
+                f"{grid[0] * grid[1]} tokens; this server's pictures have at most "
+                f"{self.sight.most_rows}.",
+            )
         digest = hashlib.blake2b(encoded.digest + self._salt, digest_size=16).digest()
-        done.set_result(Picture(encoded, grid, digest, partial(self._load, encoded, param)))
+        return Picture(encoded, grid, digest, partial(self._load, encoded, digest, param))
 
-    def _load(self, encoded: Encoded, param: str) -> Future[bytes]:
+    def _load(self, encoded: Encoded, digest: bytes, param: str) -> Future[bytes]:
         """Return the pixels of a picture, as its tower takes them."""
-        done: Future[bytes] = Future()
-
-        def take(processed: Future[Pixels]) -> None:
-            if (error := processed.exception()) is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(processed.result().data)
-
-        self.pool.process(encoded, param).add_done_callback(take)
-        return done
+        if (pixels := self._pixels.pop(digest)) is not None:
+            done: Future[bytes] = Future()
+            done.set_result(pixels)
+            return done
+        return _then(self.pool.process(encoded, param), lambda found: found.data)
 
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
@@ -213,3 +243,24 @@ class Pictures:
                 f"(--limit-mm-per-prompt).",
                 param=param,
             )
+
+
+def _then(source: Future[_T], convert: Callable[[_T], _R]) -> Future[_R]:
+    """Return the future of what `convert` makes of a result. Its cancellation cancels `source`."""
+    done: Future[_R] = Future()
+
+    def take(source: Future[_T]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(convert(source.result()))
+        except BaseException as error:
+            done.set_exception(error)
+
+    def cancel(done: Future[_R]) -> None:
+        if done.cancelled():
+            source.cancel()
+
+    done.add_done_callback(cancel)
+    source.add_done_callback(take)
+    return done

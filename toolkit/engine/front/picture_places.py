@@ -1,0 +1,72 @@
+"""Pictures in the messages of a conversation, as chat templates take them.
+
+The content of a message with pictures is a list of parts: {"type": "text", "text": ...} and
+{"type": "image"}, for which templates of models that see write the model's placeholder. For a
+template that reads no parts, the content is text with a stand-in for each picture: a character that
+no message has. It becomes the placeholder after the template was rendered, since a placeholder in a
+message is ordinary text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from toolkit.text.tokenizer import Tokenizer, unused_character
+
+IMAGE = {"type": "image"}
+_AROUND = {"<|image_pad|>": ("<|vision_start|>", "<|vision_end|>")}
+"""Special tokens around the placeholders of some models."""
+
+
+def content_of(parts: Iterable[str | None], joint: str = "") -> str | list[dict[str, str]]:
+    """Return the content of a message; None in `parts` is a picture.
+
+    Texts without a picture between them are joined. Without pictures the content is text."""
+    content: list[dict[str, str]] = []
+    texts: list[str] = []
+    for part in parts:
+        if part is not None:
+            texts.append(part)
+            continue
+        content += _text_part(texts, joint)
+        content.append(IMAGE)
+        texts = []
+    if not content:
+        return joint.join(texts)
+    return [*content, *_text_part(texts, joint)]
+
+
+def count_pictures(messages: Sequence[Mapping[str, Any]]) -> int:
+    return sum(part == IMAGE for message in messages for part in _parts_of(message))
+
+
+def join_parts(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return options of a template whose messages are text, and the stand-in for pictures."""
+    stand_in = unused_character(options)
+    messages = []
+    for message in options["messages"]:
+        if parts := list(_parts_of(message)):
+            texts = (stand_in if part == IMAGE else part.get("text", "") for part in parts)
+            message = {**message, "content": "".join(texts)}
+        messages.append(message)
+    return {**options, "messages": messages}, stand_in
+
+
+def placeholder(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the text of a picture's place, with what the model expects around it."""
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    before, after = _AROUND.get(text, ("", ""))
+    if not (tokenizer.is_special_text(before) and tokenizer.is_special_text(after)):
+        return text
+    return before + text + after
+
+
+def _parts_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        yield from (part for part in content if isinstance(part, dict))
+
+
+def _text_part(texts: Sequence[str], joint: str) -> list[dict[str, str]]:
+    text = joint.join(texts)
+    return [{"type": "text", "text": text}] if text else []
