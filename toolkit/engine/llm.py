@@ -1,14 +1,15 @@
 """The engine in the caller's process, for offline work. The interface follows vLLM's."""
 
+import asyncio
 import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -22,13 +23,16 @@ from toolkit.engine.front.input_processor import (
     InputProcessor,
     Prepared,
     Prompt,
+    TokensPrompt,
     plain_prompt,
     require_text,
 )
 from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, RequestState
+from toolkit.engine.front.picture_places import split_pictures
 from toolkit.engine.front.pictures import (
     Picture,
     Pictures,
+    PictureUrl,
     make_pictures,
     pictures_in,
     require_sight,
@@ -57,6 +61,7 @@ from toolkit.worker import Report
 
 Messages = list[dict[str, Any]]
 NUM_HASHERS = 4  # threads that copy pictures and compute their digests
+T = TypeVar("T")
 
 
 class LLM:
@@ -175,13 +180,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer conversations. Raises InvalidRequestError if the model has no chat template.
 
+        The content of a message may be a list of parts: {"type": "text", "text": ...} and pictures,
+        {"type": "image_url", "image_url": {"url": ...}} or {"type": "image", "image": ...} with an
+        image of Pillow.
+
         In gpt-oss's format, the text of an answer is its content, and `token_ids` have all of it.
         With `skip_special_tokens=False` the text has all of it, too."""
         several = bool(messages) and isinstance(messages[0], list)
         conversations = cast(list[Messages], messages if several else [messages])
-        prompts: list[Prompt] = [
-            self._inputs.chat_prompt(one, **template_options) for one in conversations
-        ]
+        prompts = self._chat_inputs(conversations, template_options)
         params = self._params_per_prompt(sampling_params, len(prompts))
         template = template_options.get("chat_template")
         tokenizer = self._inputs.require_tokenizer()
@@ -323,8 +330,14 @@ class LLM:
             self._abort([state.id])
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
-        """Return the tokens of a conversation in the model's chat template."""
-        return self._inputs.chat_prompt(messages, **template_options)
+        """Return the tokens of a conversation in the model's chat template.
+
+        Those of pictures are included."""
+        return self.chat_input(messages, **template_options)["prompt_token_ids"]
+
+    def chat_input(self, messages: Messages, **template_options: Any) -> TokensPrompt:
+        """Return the prompt of a conversation: its tokens, and its pictures. See `chat`."""
+        return self._chat_inputs([messages], template_options)[0]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's defaults (generation_config.json), else SamplingParams()."""
@@ -384,15 +397,47 @@ class LLM:
             found = iter([one.result() for one in taken])
         return [[next(found) for _ in several] for several in images]
 
-    def _require_sight(self) -> Pictures:
+    def _chat_inputs(
+        self, conversations: Sequence[Messages], template_options: Mapping[str, Any]
+    ) -> list[TokensPrompt]:
+        """Return the prompts of conversations. Their pictures are loaded all at once."""
+        split = [split_pictures(messages) for messages in conversations]
+        for _, images in split:
+            if images:
+                self._require_sight(images[0].param).require_number(len(images), "messages")
+        prompts: list[TokensPrompt] = [
+            {"prompt_token_ids": self._inputs.chat_prompt(messages, **template_options)}
+            for messages, _ in split
+        ]
+        if not any(images for _, images in split):
+            return prompts
+        pictures = self._require_sight()
+        urls = [one for _, images in split for one in images if isinstance(one, PictureUrl)]
+        loaded = iter(_run_apart(pictures.resolve(urls, is_checked=False)))
+        for prompt, (_, images) in zip(prompts, split, strict=True):
+            if not images:
+                continue
+            found = [
+                next(loaded)
+                if isinstance(one, PictureUrl)
+                else pictures.take(one.image, one.param).result()
+                for one in images
+            ]
+            prompt["prompt_token_ids"], _ = pictures.expand(prompt["prompt_token_ids"], found)
+            prompt["multi_modal_data"] = {"image": found}
+        return prompts
+
+    def _require_sight(self, param: str = "prompt") -> Pictures:
         """Return what prepares pictures; its processes are started for the first one."""
         if self._inputs.pictures is None:
             if isinstance(self._core, SeveralCores):
                 raise InvalidRequestError(
                     "LLM takes no pictures with data_parallel_size above 1. Use a server."
                 )
-            self._inputs.pictures = make_pictures(self.info.sight, self.config.pictures)
-        return require_sight(self._inputs.pictures, self.config.model.model or "tk-demo")
+            self._inputs.pictures = make_pictures(
+                self.info.sight, self.config.pictures, bytes_in_flight=sys.maxsize
+            )
+        return require_sight(self._inputs.pictures, self.config.model.model or "tk-demo", param)
 
     def _submit(self, prepared: Prepared, woken: deque[RequestState]) -> RequestState:
         """Submit a request. It is appended to `woken` whenever it has a new delta."""
@@ -474,6 +519,12 @@ class LLM:
             state = self._outputs.remove(id)
             if state is not None and not self._is_shut_down:
                 self._core.abort(Abort(state.unfinished_numbers))
+
+
+def _run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread: that of the caller may have an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 class _Progress:

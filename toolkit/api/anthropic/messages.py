@@ -35,7 +35,9 @@ from toolkit.api.openai.schemas import (
     reasoning_options,
 )
 from toolkit.api.openai.tools import Tool, ToolName, ToolUse, only_type, template_call
-from toolkit.errors import InvalidRequestError
+from toolkit.engine.front.picture_places import content_of, require_picture_role
+from toolkit.engine.front.pictures import PictureUrl
+from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
@@ -73,6 +75,36 @@ class TextBlock(Body):
     citations: Any = Field(None, description="Accepted as part of an earlier answer; not read")
 
 
+class ImageSource(Body):
+    type: Literal["base64", "url", "file"] = Field(description="file is not supported")
+    media_type: Annotated[Text, Field(pattern=r"^[\w.+-]+/[\w.+-]+$")] | None = Field(
+        None, description="Not read: a picture's first bytes show its format"
+    )
+    data: Text | None = Field(None, description="Picture in base64")
+    url: Text | None = Field(None, description="http(s), file or data: URL, if allowed")
+    file_id: Any = Field(None, description="Not supported: nothing is stored")
+
+    def to_url(self, place: str) -> PictureUrl:
+        """`place`: the parameter of this source. Raises InvalidParamError."""
+        if self.type == "file":
+            raise InvalidParamError(
+                f"{place}.file_id",
+                "is not supported: this server stores no files. Send the picture in base64.",
+            )
+        name = "data" if self.type == "base64" else "url"
+        if (value := getattr(self, name)) is None:
+            raise InvalidParamError(f"{place}.{name}", "is missing.")
+        url = f"data:{self.media_type or ''};base64,{value}" if name == "data" else value
+        return PictureUrl(url, f"{place}.{name}")
+
+
+class ImageBlock(Body):
+    """Picture, in messages of the user and in results of tool calls."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
 class ThinkingBlock(Body):
     """Reasoning of an earlier answer. The chat template decides whether the model sees it."""
 
@@ -91,21 +123,25 @@ class CallBlock(Body):
     input: Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
+BY_TYPE = Field(discriminator="type")
+ResultContent = Annotated[
+    Annotated[Text, TEXT] | Annotated[list[Annotated[TextBlock | ImageBlock, BY_TYPE]], MANY, LIST],
+    BY_KIND,
+]
+
+
 class ResultBlock(Body):
     """Result of a tool call, in the user's message."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Annotated[Annotated[Text, TEXT] | Annotated[list[TextBlock], MANY, LIST], BY_KIND] = ""
+    content: ResultContent = ""
     is_error: bool = Field(
         False, description="Not read: chat templates have no place for it. Say it in the content"
     )
 
 
-ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | CallBlock | ResultBlock,
-    Field(discriminator="type"),
-]
+ContentBlock = Annotated[TextBlock | ImageBlock | ThinkingBlock | CallBlock | ResultBlock, BY_TYPE]
 Content = Annotated[Annotated[Text, TEXT] | Annotated[list[ContentBlock], MANY, LIST], BY_KIND]
 
 
@@ -124,23 +160,34 @@ class MessageParam(Body):
                 yield {
                     "role": "tool",
                     "tool_call_id": block.tool_use_id,
-                    "content": _text(block.content),
+                    "content": _content(block.content),
                 }
         calls = [
             template_call(block.id, block.name, block.input)
             for block in blocks
             if isinstance(block, CallBlock)
         ]
-        text = _text(self.content)
-        message: dict[str, Any] = {"role": self.role, "content": text}
+        content = _content(self.content)
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if calls:
-            message["content"] = text or None
+            message["content"] = content or None
             message["tool_calls"] = calls
         thoughts = [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]
         if reasoning := "\n\n".join(filter(None, thoughts)):
             message["reasoning_content"] = reasoning
-        if text or calls or not blocks:
+        if content or calls or not blocks:
             yield message
+
+    def pictures(self, place: str) -> Iterator[PictureUrl]:
+        """Yield the pictures in the order of `to_template`: those of call results come first.
+
+        `place`: the parameter of this message. Raises InvalidParamError."""
+        place = f"{place}.content"
+        blocks = self.content if isinstance(self.content, list) else []
+        for index, block in enumerate(blocks):
+            if isinstance(block, ResultBlock):
+                yield from _pictures(block.content, f"{place}[{index}].content", "tool")
+        yield from _pictures(blocks, place, self.role)
 
 
 class InputTool(Body):
@@ -231,6 +278,9 @@ class CountRequest(RequestBody):
         config = self.output_config
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
         messages += [converted for one in self.messages for converted in one.to_template()]
+        pictures = [] if self.system is None else [*_pictures(self.system, "system", "system")]
+        for index, message in enumerate(self.messages):
+            pictures += message.pictures(f"messages[{index}]")
         is_continued = self.messages[-1].role == "assistant"
         if is_continued and config is not None and config.format is not None:
             raise InvalidRequestError(
@@ -251,6 +301,7 @@ class CountRequest(RequestBody):
         options |= {} if is_thinking else {"enable_thinking": False}
         return Conversation(
             messages=messages,
+            pictures=pictures,
             options=options | end_options(not is_continued, continued=is_continued),
             tools=self._tool_use(),
             params=self._params(defaults),
@@ -314,6 +365,29 @@ def _text(content: str | Sequence[Body]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(block.text for block in content if isinstance(block, TextBlock))
+
+
+def _content(content: str | Sequence[Body]) -> str | list[dict[str, str]]:
+    """Return a template's content: text, or parts if there are pictures."""
+    if isinstance(content, str):
+        return content
+    return content_of(
+        (
+            block.text if isinstance(block, TextBlock) else None
+            for block in content
+            if isinstance(block, TextBlock | ImageBlock)
+        ),
+        joint="\n",
+    )
+
+
+def _pictures(content: str | Sequence[Body], place: str, role: str) -> Iterator[PictureUrl]:
+    """Yield the pictures of blocks. `place`: their parameter. Raises InvalidParamError."""
+    for index, block in enumerate(() if isinstance(content, str) else content):
+        if isinstance(block, ImageBlock):
+            picture = block.source.to_url(f"{place}[{index}].source")
+            require_picture_role(role, picture.param)
+            yield picture
 
 
 # ---- answers

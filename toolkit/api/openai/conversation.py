@@ -91,7 +91,7 @@ async def start_answer(
 ) -> ChatAnswer:
     """Start the answers to a conversation.
 
-    Raises InvalidRequestError, and ServerUnavailableError if too many bytes of pictures are held."""
+    Raises InvalidRequestError, and ServerUnavailableError for too many bytes of pictures."""
     token_ids = await _encode_conversation(target, asked, request)
     pictures = await _load_pictures(target, asked, request, is_checked=True)
     prompt: Prompt = token_ids

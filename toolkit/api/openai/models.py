@@ -53,6 +53,7 @@ def _card(server: Server, model: ServedModel, name: str, adapter: str | None = N
         server.created,
         info.max_model_len,
         [*(info.tasks if adapter is None else ["generate"]), *["chat"] * can_chat],
+        ["text"] if info.sight is None else ["text", "image"],
         root=str(folder or model.name),
         permission=[
             ModelPermission(f"modelperm-{uuid.uuid5(uuid.NAMESPACE_OID, name).hex}", server.created)

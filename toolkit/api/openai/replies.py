@@ -149,6 +149,7 @@ class ModelCard(msgspec.Struct):
     created: int
     max_model_len: int
     tasks: list[str]  # generate, embed, score, chat (it has a chat template)
+    input_modalities: list[str]  # text, image
     root: str  # the model as given to the server: a hub name or a folder
     permission: list[ModelPermission]
     parent: str | None = None

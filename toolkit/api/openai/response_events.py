@@ -239,11 +239,13 @@ class ResponseBuilder:
 
     def _usage(self) -> dict[str, Any]:
         usage = self._answer.group.usage()
+        pictures = usage.prompt_tokens_details.image_tokens
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": usage.prompt_tokens_details.cached_tokens,
                 "cache_write_tokens": 0,
+                **({} if pictures is msgspec.UNSET else {"image_tokens": pictures}),
             },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},

@@ -1,6 +1,6 @@
 """Requests of /v1/responses, and their conversion to chat requests."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
@@ -18,8 +18,10 @@ from toolkit.api.http.client_fields import REFUSED_IN_RESPONSES
 from toolkit.api.openai.conversation import Conversation
 from toolkit.api.openai.response_format import JsonSchemaFormat, constraint_of
 from toolkit.api.openai.schemas import (
+    DETAIL,
     MAX_MESSAGES,
     MAX_TOOLS,
+    Detail,
     ReasoningEffort,
     answer_params,
     end_options,
@@ -37,7 +39,9 @@ from toolkit.api.openai.tools import (
     only_type,
     template_call,
 )
-from toolkit.errors import InvalidRequestError
+from toolkit.engine.front.picture_places import content_of, require_picture_role
+from toolkit.engine.front.pictures import PictureUrl
+from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -55,9 +59,46 @@ class InputPart(Body):
     logprobs: Any = Field(None, exclude=True, description=_FROM_ANSWER)
 
 
+class InputImage(Body):
+    """Picture, in messages of the user and in results of tool calls."""
+
+    type: Literal["input_image"]
+    image_url: Text | None = Field(
+        None, description="data: URL with base64, or an http(s) or file URL if allowed"
+    )
+    detail: Detail | None = DETAIL
+    file_id: Any = Field(None, description="Not supported: nothing is stored")
+
+    def to_url(self, place: str) -> PictureUrl:
+        """`place`: the parameter of this part. Raises InvalidParamError."""
+        if self.file_id is not None:
+            raise InvalidParamError(
+                f"{place}.file_id",
+                "is not supported: this server stores no files. Send the picture as image_url.",
+            )
+        if self.image_url is None:
+            raise InvalidParamError(f"{place}.image_url", "is missing.")
+        return PictureUrl(self.image_url, f"{place}.image_url")
+
+
+def _kind_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return f"({'input_image' if kind == 'input_image' else 'text'})"
+
+
 Content = Annotated[
     Annotated[Text, TEXT]
-    | Annotated[list[InputPart], FAIL_FAST, Field(max_length=MAX_MESSAGES), LIST],
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[InputPart, Tag("(text)")] | Annotated[InputImage, Tag("(input_image)")],
+                Discriminator(_kind_of_part),
+            ]
+        ],
+        FAIL_FAST,
+        Field(max_length=MAX_MESSAGES),
+        LIST,
+    ],
     BY_KIND,
 ]
 
@@ -143,8 +184,8 @@ def _check_item_types(items: Any) -> Any:
             )
         for part in (*_list_field(item, "content"), *_list_field(item, "output")):
             kind = part.get("type") if isinstance(part, dict) else None
-            if kind in ("input_image", "input_file", "input_audio"):
-                raise ValueError(f"Only text content is supported, not {kind!r}")
+            if kind in ("input_file", "input_audio"):
+                raise ValueError(f"Only text and pictures are supported as content, not {kind!r}")
     return items
 
 
@@ -171,10 +212,10 @@ def _messages(items: list[Item]) -> list[dict[str, Any]]:
             thoughts += [item.text] if item.text else []
             continue
         if isinstance(item, InputMessage):
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _content(item.content)})
         elif isinstance(item, InputCallOutput):
             messages.append(
-                {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
             )
         else:
             if not messages or messages[-1]["role"] != "assistant":
@@ -187,10 +228,29 @@ def _messages(items: list[Item]) -> list[dict[str, Any]]:
     return messages
 
 
-def _text(content: str | list[InputPart]) -> str:
+def _content(content: str | list[InputPart | InputImage]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    return "".join(part.text or part.refusal or "" for part in content)
+    return content_of(
+        None if isinstance(part, InputImage) else part.text or part.refusal or ""
+        for part in content
+    )
+
+
+def _pictures(items: list[Item]) -> Iterator[PictureUrl]:
+    """Yield the pictures of items. Raises InvalidParamError."""
+    for index, item in enumerate(items):
+        place, role = f"input[{index}].content", "tool"
+        content: str | list[InputPart | InputImage] = []
+        if isinstance(item, InputMessage):
+            role, content = item.role, item.content
+        elif isinstance(item, InputCallOutput):
+            place, content = f"input[{index}].output", item.output
+        for number, part in enumerate([] if isinstance(content, str) else content):
+            if isinstance(part, InputImage):
+                picture = part.to_url(f"{place}[{number}]")
+                require_picture_role(role, picture.param)
+                yield picture
 
 
 # ---- options
@@ -313,7 +373,7 @@ class ResponsesRequest(RequestBody):
     include: list[Text] | None = Field(
         None, description="Not read: there are no hosted tools and no encrypted reasoning"
     )
-    image: Any = Field(None, description="Not read: images are not supported")
+    image: Any = Field(None, description="Not read: pictures are parts of the input")
     store: bool | None = Field(None, description="Not read: nothing is stored")
     metadata: dict[Text, Text] | None = None
     user: Text | None = None
@@ -325,6 +385,7 @@ class ResponsesRequest(RequestBody):
             "prompt": "input",
             "max_tokens": "max_output_tokens",
             "reasoning_effort": "reasoning.effort",
+            "truncate_prompt_tokens": "truncation",
         }
 
     def to_conversation(self, defaults: Mapping[str, Any]) -> Conversation:
@@ -356,6 +417,7 @@ class ResponsesRequest(RequestBody):
         effort = None if self.reasoning is None else self.reasoning.effort
         return Conversation(
             messages=messages,
+            pictures=[] if isinstance(self.input, str) else list(_pictures(self.input)),
             options=reasoning_options(effort) | end_options(),
             tools=self._tool_use(),
             params=params,

@@ -1,4 +1,6 @@
-"""POST /v1/responses: OpenAI's Responses API, for text and functions. Nothing is stored."""
+"""POST /v1/responses: OpenAI's Responses API, for text, pictures and functions.
+
+Nothing is stored."""
 
 import msgspec
 from fastapi import APIRouter, Request

@@ -34,7 +34,7 @@ from toolkit.api.openai.tools import (
     ToolUse,
     only_type,
 )
-from toolkit.engine.front.picture_places import content_of
+from toolkit.engine.front.picture_places import content_of, require_picture_role
 from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
@@ -343,11 +343,13 @@ class RefusalPart(Body):
         return self.refusal
 
 
+Detail = Literal["auto", "low", "high", "original"]
+DETAIL = Field(None, description="Not read: the server's --mm-processor-kwargs sets the size")
+
+
 class ImageUrl(Body):
     url: Text = Field(description="data: URL with base64, or an http(s) or file URL if allowed")
-    detail: Literal["auto", "low", "high", "original"] | None = Field(
-        None, description="Not read: the server's --mm-processor-kwargs sets the size"
-    )
+    detail: Detail | None = DETAIL
 
 
 class ImagePart(Body):
@@ -404,17 +406,6 @@ TextContent = Annotated[
     | Annotated[list[TextPart], FAIL_FAST, Field(max_length=MAX_MESSAGES), LIST],
     BY_KIND,
 ]
-PICTURE_ROLES = ("user", "tool")
-
-
-def require_picture_role(role: str, param: str) -> None:
-    """Raise InvalidParamError for a picture in a message of another role."""
-    if role not in PICTURE_ROLES:
-        raise InvalidParamError(
-            param,
-            f"is a picture in a message of the role {role[:64]!a}. Send pictures in messages of "
-            "the roles user and tool.",
-        )
 
 
 class ChatMessage(Body):

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
@@ -32,6 +32,13 @@ MIN_TOO_LONG = 2**18  # characters that are tokenized, however small the context
 Prompt = str | list[int] | Mapping[str, object]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. Mappings may have pictures:
 {"multi_modal_data": {"image": one or a list}}."""
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of tokens, and its pictures."""
+
+    prompt_token_ids: list[int]
+    multi_modal_data: NotRequired[dict[str, Any]]
 
 
 class Prepared(NamedTuple):

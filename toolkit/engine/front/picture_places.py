@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from toolkit.engine.front.pictures import PictureImage, PictureUrl
+from toolkit.errors import InvalidParamError
 from toolkit.text.tokenizer import Tokenizer, unused_character
 
 IMAGE = {"type": "image"}
+ROLES = ("user", "tool")  # of messages that may have pictures
 _AROUND = {"<|image_pad|>": ("<|vision_start|>", "<|vision_end|>")}
 """Special tokens around the placeholders of some models."""
 
@@ -34,6 +37,43 @@ def content_of(parts: Iterable[str | None], joint: str = "") -> str | list[dict[
     if not content:
         return joint.join(texts)
     return [*content, *_text_part(texts, joint)]
+
+
+def require_picture_role(role: object, param: str) -> None:
+    """Raise InvalidParamError for a picture in a message of another role."""
+    if role not in ROLES:
+        raise InvalidParamError(
+            param,
+            f"is a picture in a message of the role {str(role)[:64]!a}. Send pictures in messages "
+            "of the roles user and tool.",
+        )
+
+
+def split_pictures(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], list[PictureUrl | PictureImage]]:
+    """Return messages for a template, and the pictures in their parts: see `LLM.chat`.
+
+    Raises InvalidParamError."""
+    changed: list[Any] = []
+    pictures: list[PictureUrl | PictureImage] = []
+    for index, message in enumerate(messages):
+        place = f"messages[{index}].content"
+        parts = [
+            _picture_in(part, f"{place}[{number}]") or part
+            for number, part in enumerate(_parts_of(message))
+        ]
+        found = [part for part in parts if not isinstance(part, dict)]
+        if found:
+            require_picture_role(message.get("role"), found[0].param)
+            texts = (
+                _text_in(part, f"{place}[{number}]") if isinstance(part, dict) else None
+                for number, part in enumerate(parts)
+            )
+            message = {**message, "content": content_of(texts)}
+        changed.append(message)
+        pictures += found
+    return changed, pictures
 
 
 def count_pictures(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -61,8 +101,32 @@ def placeholder(tokenizer: Tokenizer, token_id: int) -> str:
     return before + text + after
 
 
+def _picture_in(part: Mapping[str, Any], param: str) -> PictureUrl | PictureImage | None:
+    """Return the picture of a part; None if it is another part. Raises InvalidParamError."""
+    kind = part.get("type")
+    if kind not in ("image_url", "image_pil", "image"):
+        return None
+    value, param = part.get(kind), f"{param}.{kind}"
+    if kind != "image_url":
+        return PictureImage(value, param)
+    if isinstance(value, Mapping):
+        value, param = value.get("url"), f"{param}.url"
+    if not isinstance(value, str):
+        raise InvalidParamError(param, f"must be a text, not {type(value).__name__}")
+    return PictureUrl(value, param)
+
+
+def _text_in(part: Mapping[str, Any], param: str) -> str:
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidParamError(
+            param, f"must be text or a picture, not a part of the type {part.get('type')!r}"
+        )
+    return text
+
+
 def _parts_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    content = message.get("content")
+    content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list | tuple):
         yield from (part for part in content if isinstance(part, dict))
 

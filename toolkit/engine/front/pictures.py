@@ -39,6 +39,14 @@ class PictureUrl:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureImage:
+    """An image of Pillow, and the parameter that has it."""
+
+    image: Any
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
 class Picture:
     """A picture of a prompt."""
 
@@ -74,17 +82,20 @@ def require_sight(pictures: Pictures | None, model: str, param: str = "prompt") 
     return pictures
 
 
-def make_pictures(sight: SightInfo | None, config: PictureConfig) -> Pictures | None:
-    """Start the processes that prepare pictures; None if prompts are text."""
+def make_pictures(sight: SightInfo | None, config: PictureConfig, **limits: Any) -> Pictures | None:
+    """Start the processes that prepare pictures; None if prompts are text.
+
+    `limits`: fields of PictureLimits."""
     if sight is None:
         return None
-    limits = PictureLimits(
+    own = PictureLimits(
         allowed_domains=config.allowed_media_domains,
         local_folder=config.allowed_local_media_path or "",
+        **limits,
     )
-    pool = PicturePool(sight.processor, limits)
+    pool = PicturePool(sight.processor, own)
     pool.start()
-    return Pictures(sight, config, pool, limits)
+    return Pictures(sight, config, pool, own)
 
 
 class Pictures:

@@ -1,0 +1,136 @@
+"""Pictures in the front end: processed once, loaded together, kept within limits."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.pictures.samples import QWEN, data_url, gradient, saved
+from toolkit.config.engine import PictureConfig
+from toolkit.engine.front.picture_places import content_of
+from toolkit.engine.front.pictures import Pictures, PictureUrl
+from toolkit.engine.front.pixel_cache import PixelCache
+from toolkit.errors import InvalidParamError
+from toolkit.pictures.pool import Pixels
+from toolkit.pictures.settings import PictureLimits
+from toolkit.pictures.sources import Encoded
+from toolkit.worker.info import SightInfo
+
+SIGHT = SightInfo(token_id=7, processor=QWEN, most_rows=4000, num_pages=9)
+URL, OTHER = (data_url(saved(gradient(*size))) for size in ((60, 60), (90, 60)))
+
+
+class ManualPool:
+    """Stands for `PicturePool`: a test finishes the work."""
+
+    def __init__(self) -> None:
+        self.measured: list[Future[tuple[int, int]]] = []
+        self.processed: list[Future[Pixels]] = []
+
+    def measure(self, encoded: Encoded, param: str) -> Future[tuple[int, int]]:
+        self.measured.append(Future())
+        return self.measured[-1]
+
+    def process(self, encoded: Encoded, param: str) -> Future[Pixels]:
+        self.processed.append(Future())
+        return self.processed[-1]
+
+
+@pytest.fixture
+def pool() -> ManualPool:
+    return ManualPool()
+
+
+@pytest.fixture
+def pictures(pool: Any) -> Pictures:
+    return Pictures(SIGHT, PictureConfig(), pool, PictureLimits())
+
+
+async def work(pool: ManualPool, *, measured: int, processed: int = 0) -> None:
+    """Wait until the pool has so much work, and finish it."""
+    while len(pool.measured) < measured or len(pool.processed) < processed:
+        await asyncio.sleep(0)
+    for one in pool.measured:
+        if not one.done():
+            one.set_result((60, 60))
+    for number, other in enumerate(pool.processed):
+        if not other.done():
+            other.set_result(Pixels(60, 60, (1, 2, 2), (4,), "uint8", b"%d" % number))
+
+
+async def resolve(pictures: Pictures, *urls: str, is_checked: bool = True) -> Any:
+    named = [PictureUrl(url, f"picture {index}") for index, url in enumerate(urls)]
+    return await pictures.resolve(named, is_checked=is_checked)
+
+
+@pytest.mark.asyncio
+async def test_a_new_picture_is_processed_once(pictures: Pictures, pool: ManualPool) -> None:
+    """The core gets the pixels of the check. Later, only a core's wish is a reason."""
+    asked = asyncio.ensure_future(resolve(pictures, URL))
+    await work(pool, measured=1)
+    await work(pool, measured=1, processed=1)
+    [picture] = await asked
+    assert picture.source().result() == b"0"
+    [again] = await resolve(pictures, URL)
+    assert (again.digest, len(pool.measured), len(pool.processed)) == (picture.digest, 1, 1)
+    loading = again.source()
+    await work(pool, measured=1, processed=2)
+    assert loading.result() == b"1"
+
+
+@pytest.mark.asyncio
+async def test_tokens_are_known_without_processing(pictures: Pictures, pool: ManualPool) -> None:
+    asked = asyncio.ensure_future(resolve(pictures, URL, is_checked=False))
+    await work(pool, measured=1)
+    assert [one.num_tokens for one in await asked] == [4]
+    assert pool.processed == []
+
+
+@pytest.mark.asyncio
+async def test_the_first_failure_cancels_the_others(pictures: Pictures, pool: ManualPool) -> None:
+    asked = asyncio.ensure_future(resolve(pictures, URL, OTHER))
+    while len(pool.measured) < 2:
+        await asyncio.sleep(0)
+    pool.measured[1].set_exception(InvalidParamError("picture 1", "is broken"))
+    with pytest.raises(InvalidParamError, match=r"^picture 1 is broken$"):
+        await asked
+    assert pool.measured[0].cancelled()
+
+
+def test_pixels_beyond_the_limit_are_dropped() -> None:
+    cache = PixelCache(max_bytes=10)
+    for digest in (b"a", b"b", b"c"):
+        cache.put(digest, digest * 4)
+    assert [cache.pop(digest) for digest in (b"a", b"b", b"c", b"c")] == [
+        None,
+        b"bbbb",
+        b"cccc",
+        None,
+    ]
+    assert cache.is_decodable(b"a")
+    cache.put(b"large", b"x" * 11)
+    assert cache.pop(b"large") is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "content"),
+    [
+        ([], ""),
+        (["a", "", "b"], "a||b"),
+        ([None], [{"type": "image"}]),
+        (
+            ["a", "b", None, None, "c"],
+            [
+                {"type": "text", "text": "a|b"},
+                {"type": "image"},
+                {"type": "image"},
+                {"type": "text", "text": "c"},
+            ],
+        ),
+    ],
+)
+def test_texts_between_pictures_are_joined(parts: list[str | None], content: object) -> None:
+    assert content_of(parts, "|") == content
