@@ -120,8 +120,8 @@ def test_prompt_tokens_are_counted(
         ({"messages": [], "max_tokens": 1}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}], "max_tokens": 1}, "messages.0"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1},
-            "messages.0.0",
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}], "max_tokens": 1},
+            "messages.0",
         ),
         ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
         ({"messages": QUESTION, "max_tokens": 1, "tools": [{"name": "x"}]}, "tools.0.input_schema"),

@@ -377,7 +377,7 @@ def test_a_picture_that_cannot_be_used_is_an_error(server: Server, name: str, st
         (
             CHAT,
             {"messages": user(image_url()), "mm_processor_kwargs": {"max_pixels": 64}},
-            "mm_processor_kwargs is not supported: it is an option of the server, "
+            "mm_processor_kwargs: A request cannot set it; it is an option of the server, "
             "--mm-processor-kwargs.",
         ),
         (
@@ -413,6 +413,12 @@ def test_a_picture_that_cannot_be_used_is_an_error(server: Server, name: str, st
             {"messages": user(block(b"x")), "system": [block()]},
             "system[0].source.data is a picture in a message of the role 'system'. Send pictures "
             "in messages of the roles user and tool.",
+        ),
+        (
+            "/v1/messages",
+            {"messages": user({"type": "document", "source": {}})},
+            "messages.0: Only content blocks of the types text, image, thinking, "
+            "redacted_thinking, tool_use, tool_result are supported here, not 'document'.",
         ),
         (
             "/v1/messages/count_tokens",

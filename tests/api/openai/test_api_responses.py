@@ -132,7 +132,7 @@ def test_finished_answer_is_completed(http: httpx.Client) -> None:
         ({"input": [{"type": "web_search_call", "id": "1"}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
             "input",
         ),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import BY_KIND, LIST, TEXT, Body, RequestBody, Route, Text
@@ -98,11 +98,18 @@ class ImageSource(Body):
         return PictureUrl(url, f"{place}.{name}")
 
 
+class ImageTransformations(Body):
+    oversized_image: Literal["downsize"] | None = Field(
+        None, description="Large pictures are always resized: error is not supported"
+    )
+
+
 class ImageBlock(Body):
     """Picture, in messages of the user and in results of tool calls."""
 
     type: Literal["image"]
     source: ImageSource
+    transformations: ImageTransformations | None = None
 
 
 class ThinkingBlock(Body):
@@ -123,10 +130,27 @@ class CallBlock(Body):
     input: Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
+def _check_block_types(*types: str) -> BeforeValidator:
+    """Name an unsupported type here: pydantic's error is about tags."""
+
+    def check(content: Any) -> Any:
+        for block in content if isinstance(content, list) else ():
+            kind = block.get("type") if isinstance(block, dict) else None
+            if isinstance(kind, str) and kind not in types:
+                raise ValueError(
+                    f"Only content blocks of the types {', '.join(types)} are supported here, not "
+                    f"{kind[:32]!a}"
+                )
+        return content
+
+    return BeforeValidator(check)
+
+
 BY_TYPE = Field(discriminator="type")
 ResultContent = Annotated[
     Annotated[Text, TEXT] | Annotated[list[Annotated[TextBlock | ImageBlock, BY_TYPE]], MANY, LIST],
     BY_KIND,
+    _check_block_types("text", "image"),
 ]
 
 
@@ -142,7 +166,11 @@ class ResultBlock(Body):
 
 
 ContentBlock = Annotated[TextBlock | ImageBlock | ThinkingBlock | CallBlock | ResultBlock, BY_TYPE]
-Content = Annotated[Annotated[Text, TEXT] | Annotated[list[ContentBlock], MANY, LIST], BY_KIND]
+Content = Annotated[
+    Annotated[Text, TEXT] | Annotated[list[ContentBlock], MANY, LIST],
+    BY_KIND,
+    _check_block_types("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+]
 
 
 class MessageParam(Body):

@@ -29,15 +29,13 @@ ACCEPTED = frozenset(
 )  # fmt: skip
 """Names at any depth of a body."""
 
-NO_EFFECT: tuple[Any, ...] = (None, False, "none", "auto", "never", [], {}, ["text"])
+NO_EFFECT: tuple[Any, ...] = (None, False, "none", "auto", "never", [], ["text"])
 """Values with which a field in the tables below is accepted."""
 
-_IS_A_SERVER_OPTION = "it is an option of the server, --mm-processor-kwargs"
 REFUSED_IN_CHATS = {
     "audio": "answers are text",
     "function_call": "use tool_choice",
     "functions": "use tools",
-    "mm_processor_kwargs": _IS_A_SERVER_OPTION,
     "modalities": "answers are text",
     "moderation": "this server does not moderate",
     "web_search_options": "this server does not search the web",
@@ -50,7 +48,6 @@ _STORES_NOTHING = "this server stores no responses. Send the complete conversati
 REFUSED_IN_RESPONSES = {
     "background": _STORES_NOTHING,
     "conversation": _STORES_NOTHING,
-    "mm_processor_kwargs": _IS_A_SERVER_OPTION,
     "moderation": "this server does not moderate",
     "previous_response_id": _STORES_NOTHING,
     "prompt": _STORES_NOTHING,
@@ -59,7 +56,6 @@ REFUSED_IN_RESPONSES = {
 REFUSED_BY_ANTHROPIC = {
     "compaction": "this server does not summarize conversations",
     "container": "this server runs no code and has no skills",
-    "mm_processor_kwargs": _IS_A_SERVER_OPTION,
     "mcp_servers": "this server connects to no others. Send their tools as tools",
 }
 REFUSED_IN_ANTHROPIC_MESSAGES = {

@@ -21,7 +21,9 @@ from toolkit.api.openai.schemas import (
     DETAIL,
     MAX_MESSAGES,
     MAX_TOOLS,
+    PROCESSOR_SETTINGS,
     Detail,
+    ProcessorSettings,
     ReasoningEffort,
     answer_params,
     end_options,
@@ -373,6 +375,7 @@ class ResponsesRequest(RequestBody):
     include: list[Text] | None = Field(
         None, description="Not read: there are no hosted tools and no encrypted reasoning"
     )
+    mm_processor_kwargs: ProcessorSettings | None = PROCESSOR_SETTINGS
     image: Any = Field(None, description="Not read: pictures are parts of the input")
     store: bool | None = Field(None, description="Not read: nothing is stored")
     metadata: dict[Text, Text] | None = None

@@ -343,6 +343,18 @@ class RefusalPart(Body):
         return self.refusal
 
 
+def _check_processor_settings(given: dict[str, Any]) -> dict[str, Any]:
+    if given:
+        raise ValueError(
+            "A request cannot set it; it is an option of the server, --mm-processor-kwargs"
+        )
+    return given
+
+
+ProcessorSettings = Annotated[dict[str, Any], AfterValidator(_check_processor_settings)]
+PROCESSOR_SETTINGS = Field(
+    None, description="Refused unless empty: an option of the server, --mm-processor-kwargs"
+)
 Detail = Literal["auto", "low", "high", "original"]
 DETAIL = Field(None, description="Not read: the server's --mm-processor-kwargs sets the size")
 
@@ -502,6 +514,7 @@ class ChatRequest(SamplingFields):
         None, description="For chat templates that read it; none also sets enable_thinking to false"
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(encodable)] | None = None
+    mm_processor_kwargs: ProcessorSettings | None = PROCESSOR_SETTINGS
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""
