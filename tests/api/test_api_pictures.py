@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import anthropic
@@ -486,3 +487,71 @@ def test_llm_chat_refuses_other_parts(llm: LLM, message: dict[str, Any], problem
     with pytest.raises(InvalidRequestError) as caught:
         llm.chat([message], use_tqdm=False)
     assert caught.value.message == problem
+
+
+# ---- commands
+
+
+def test_tk_run_takes_pictures(
+    folder: Path, llm: LLM, tk_here: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
+    for name, data in (("a.png", OTHER_PNG), ("b.png", PNG)):
+        (tmp_path / name).write_bytes(data)
+    files = ["--image", str(tmp_path / "a.png"), "--image", str(tmp_path / "b.png")]
+    done = tk_here("run", str(folder), "What?", *files, "--max-tokens", str(TOKENS))
+    prompt = tokens_of(llm, ("user", "<I><I>What?"))
+    [expected] = answers(llm, prompt, TALL, WIDE, ignore_eos=False)
+    assert done.stdout == f"{expected}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--image", "none.png"], "Cannot read none.png: No such file or directory."),
+        (["--image", "text.png"], "text.png is not a PNG, JPEG, GIF or WebP image."),
+        (
+            ["--image", "dot.png", "--raw"],
+            "--image needs a model with a chat template, and no --raw.",
+        ),
+    ],
+)
+def test_tk_run_refuses_other_files(
+    folder: Path, tk_here: Any, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "text.png").write_text("Hello")
+    (tmp_path / "dot.png").write_bytes(PNG)
+    done = tk_here("run", str(folder), "What?", *arguments, cwd=tmp_path)
+    assert (done.returncode != 0, message in done.stderr) == (True, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--allowed-media-domains", "*.example.com"],
+            "The allowed domain '*.example.com' is not valid: an entry is like example.com, "
+            ".example.com for all hosts below it, or example.com:8080.",
+        ),
+        (
+            ["--allowed-local-media-path", "none"],
+            "--allowed-local-media-path is 'none', which is not a folder.",
+        ),
+    ],
+)
+def test_servers_check_where_pictures_are_from(
+    folder: Path, tk_here: Any, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = tk_here("serve", str(folder), *arguments, cwd=tmp_path)
+    assert (done.returncode != 0, message in done.stderr) == (True, True), done.stderr
+
+
+def test_api_workers_take_pictures(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    server = Server(str(folder), "--api-workers", "2", "--num-gpu-blocks-override", "300",
+                    cwd=tmp_path)  # fmt: skip
+    try:
+        body = SAMPLING | {"model": None, "messages": user(image_url())} | MORE
+        done = server.http.post(CHAT, json=body).json()
+    finally:
+        server.stop()
+    expected = answers(llm, tokens_of(llm, ("user", "<I>")), WIDE)
+    assert [one["message"]["content"] for one in done["choices"]] == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from urllib.parse import quote
 
 import orjson
 import pytest
@@ -11,9 +12,11 @@ from openai.types.chat import ChatCompletionContentPartParam
 from pydantic import TypeAdapter
 
 from tests.chat.fake_server import messages_of
+from tests.pictures.samples import gradient, saved
 from toolkit.chat import commands, store
 from toolkit.chat.answers.client import Address, ModelInfo
 from toolkit.chat.commands import handle_line
+from toolkit.chat.history import text_of
 from toolkit.chat.images import MAX_BYTES, PIXEL
 
 
@@ -246,6 +249,50 @@ async def test_image_is_sent_with_the_next_question(server, connect, screen, tmp
     asked = len(server.bodies)
     await handle_line(session, f"/image {tmp_path / 'dot.gif'}")
     assert len(server.bodies) == asked  # known by now
+
+
+@pytest.mark.parametrize(
+    ("line", "question"),
+    [
+        ("{path}", None),
+        ("'{path}' ", None),
+        ("file://{quoted}", None),
+        ("What is this? {escaped}", "What is this?"),
+        ('Compare them: {escaped} "{path}"', "Compare them:"),
+    ],
+)
+async def test_dropped_paths_are_images(server, connect, screen, tmp_path, line, question):
+    """Terminals write the path of a file that is dropped, quoted or escaped."""
+    server.refuse_images = False
+    path = tmp_path / "my dot.png"
+    path.write_bytes(saved(gradient(5, 3)))
+    session = connect()
+    line = line.format(
+        path=path, quoted=quote(str(path)), escaped=str(path).replace(" ", "\\ ")
+    )
+    await handle_line(session, line)
+    assert "[image my dot.png 5x3]" in screen.stderr
+    if question is None:
+        assert "[image my dot.png 5x3] is attached to the next question." in screen.stderr
+        await handle_line(session, question := "And?")
+    *images, text = server.bodies[-1]["messages"][-1]["content"]
+    assert text == {"type": "text", "text": question}
+    url = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    assert images == [part] * line.count("my")
+    shown = "\n".join(["[image my dot.png 5x3]"] * len(images))
+    assert text_of(session.conversation.messages[0]) == f"{shown}\n{question}"
+
+
+async def test_paths_of_other_files_are_text(server, connect, tmp_path):
+    """So are those of images, if the model accepts none."""
+    (tmp_path / "notes.txt").write_text("Notes.")
+    (tmp_path / "dot.png").write_bytes(saved(gradient(5, 3)))
+    session = connect()
+    for question in (f"Read {tmp_path}/notes.txt", f"Read {tmp_path}/none.png",
+                     f"Read {tmp_path}/dot.png"):  # fmt: skip
+        await handle_line(session, question)
+        assert server.bodies[-1]["messages"][-1]["content"] == question
 
 
 @pytest.mark.parametrize(

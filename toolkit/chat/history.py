@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.chat.answers.answer_view import Message
+from toolkit.chat.images import LABEL
 
 SENT_KEYS = ("role", "content", "tool_calls", "tool_call_id")  # the reasoning is not sent back
 
@@ -23,7 +24,7 @@ class Conversation:
         """Return the messages to send: the history, then `new`."""
         head: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         history = [*self.messages[self.skipped :], *new]
-        return head + [{key: m[key] for key in SENT_KEYS if key in m} for m in history]
+        return head + [_sent(message) for message in history]
 
     @property
     def has_older_turns(self) -> bool:
@@ -96,11 +97,24 @@ class Conversation:
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message, with '[image]' for each image."""
+    """Return the text of a message, with '[image NAME WIDTHxHEIGHT]' for each image."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] if part["type"] == "text" else "[image]" for part in content)
+    return "\n".join(
+        part["text"] if part["type"] == "text" else f"[image {part.get(LABEL, '')}".rstrip() + "]"
+        for part in content
+    )
+
+
+def _sent(message: Message) -> Message:
+    """Return what is sent of a message."""
+    sent = {key: message[key] for key in SENT_KEYS if key in message}
+    if isinstance(sent.get("content"), list):
+        sent["content"] = [
+            {key: value for key, value in part.items() if key != LABEL} for part in sent["content"]
+        ]
+    return sent
 
 
 def shorten(text: str) -> str:

@@ -1,7 +1,11 @@
 """Images in a question."""
 
 import base64
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from toolkit.chat.answers.client import ChatClient, ModelInfo
 from toolkit.client.wire import ServerError
@@ -16,6 +20,58 @@ PIXEL = (
 )
 
 
+LABEL = "label"
+"""Key of an image's label in saved conversations. It is not sent."""
+_LAST_WORD = re.compile(
+    r"""(?:^|\s)(?:'(?P<single>[^']+)'|"(?P<double>[^"]+)"|(?P<bare>(?:\\.|[^\s\\])+))\s*\Z"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedImage:
+    """An image for the next question."""
+
+    url: str  # data:
+    label: str  # name and size
+
+    def to_part(self) -> dict[str, Any]:
+        """Return the part of a message."""
+        return {"type": "image_url", "image_url": {"url": self.url}, LABEL: self.label}
+
+
+def read_image(path: Path) -> AttachedImage:
+    """Raises InvalidRequestError for a file that is not an image."""
+    url, size = to_data_url(path), _size_of(path)
+    return AttachedImage(url, path.name if size is None else f"{path.name} {size[0]}x{size[1]}")
+
+
+def split_images(line: str) -> tuple[str, list[Path]]:
+    """Split the paths of image files from the end of a line.
+
+    They may be quoted or escaped as in a shell, or file: URLs: terminals write a file that is
+    dropped so."""
+    if is_image(whole := _to_path(line.strip())):
+        return "", [whole]
+    paths: list[Path] = []
+    while found := _LAST_WORD.search(line):
+        word = found["single"] or found["double"]
+        path = _to_path(word or re.sub(r"\\(.)", r"\1", found["bare"]))
+        if not is_image(path):
+            break
+        paths.insert(0, path)
+        line = line[: found.start()]
+    return line.rstrip() if paths else line, paths
+
+
+def is_image(path: Path) -> bool:
+    """Return True if a file exists and begins like an image."""
+    try:
+        with path.open("rb") as file:
+            return path.is_file() and _format_of(file.read(16)) is not None
+    except (OSError, ValueError):  # a path with NUL
+        return False
+
+
 def to_data_url(path: Path) -> str:
     """Return an image file as a data: URL. Raises InvalidRequestError."""
     try:
@@ -26,10 +82,7 @@ def to_data_url(path: Path) -> str:
         raise InvalidRequestError(
             f"{path} is {size(len(content))}; the limit is {size(MAX_BYTES)}."
         )
-    format = next((format for begin, format in FORMATS.items() if content.startswith(begin)), None)
-    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
-        format = "webp"
-    if format is None:
+    if (format := _format_of(content)) is None:
         raise InvalidRequestError(f"{path} is not a PNG, JPEG, GIF or WebP image.")
     return f"data:image/{format};base64,{base64.b64encode(content).decode()}"
 
@@ -49,3 +102,30 @@ async def why_images_are_refused(client: ChatClient, model: ModelInfo) -> str | 
     except ServerError as error:
         return error.message
     return None
+
+
+def _format_of(begin: bytes) -> str | None:
+    """Return the format of an image by its first bytes; None if it is none."""
+    if begin[:4] == b"RIFF" and begin[8:12] == b"WEBP":
+        return "webp"
+    return next((format for magic, format in FORMATS.items() if begin.startswith(magic)), None)
+
+
+def _size_of(path: Path) -> tuple[int, int] | None:
+    """Return width and height from an image's header; None if it is broken."""
+    from PIL import Image
+
+    try:
+        with Image.open(path, formats=("PNG", "JPEG", "GIF", "WEBP")) as image:
+            return image.size
+    except Exception:  # plug-ins raise any type for damaged files
+        return None
+
+
+def _to_path(word: str) -> Path:
+    if word.startswith("file://"):
+        word = unquote(urlsplit(word).path)
+    try:
+        return Path(word).expanduser()
+    except RuntimeError:  # no such user
+        return Path(word)

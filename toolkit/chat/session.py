@@ -11,6 +11,7 @@ from toolkit.chat.answers.exchange import exchange
 from toolkit.chat.answers.request import request_body
 from toolkit.chat.context import ContextGauge, asks
 from toolkit.chat.history import Conversation, shorten, text_of
+from toolkit.chat.images import AttachedImage
 from toolkit.chat.screen.display import Display, display_for
 from toolkit.chat.screen.signals import Signals
 from toolkit.chat.screen.terminal import Terminal
@@ -32,7 +33,7 @@ class Session:
         self.conversation = Conversation(config.system and as_text(config.system))
         self.path = store.new_path()
         self.signals = Signals(terminal.keyboard)
-        self.images: list[str] = []  # data: URLs for the next question
+        self.images: list[AttachedImage] = []  # for the next question
         self.tool_results: list[Message] = []  # entered so far, for the last answer's tool calls
         self.draft = ""  # initial text of the next question
         self.is_editing = False  # the next question replaces the last one
@@ -46,8 +47,7 @@ class Session:
             return
         content: str | list[Message] = text
         if self.images:
-            images = [{"type": "image_url", "image_url": {"url": image}} for image in self.images]
-            content = [*images, {"type": "text", "text": text}]
+            content = [*(one.to_part() for one in self.images), {"type": "text", "text": text}]
         message = {"role": "user", "content": content}
         self.images = []
         if self.is_editing:

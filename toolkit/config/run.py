@@ -20,6 +20,13 @@ class RunConfig:
         common=True,
     )
     system: str | None = option(None, "System message before the prompt.", common=True)
+    image: tuple[str, ...] = option(
+        (),
+        "Picture in front of the prompt, for a model that sees: PNG, JPEG, GIF or WebP. May be "
+        "repeated.",
+        metavar="FILE",
+        common=True,
+    )
     max_tokens: int | None = option(
         None,
         f"Maximum output in tokens. Default: {DEFAULT_MAX_TOKENS:,}, or the rest of the context if "

@@ -33,6 +33,7 @@ from toolkit.engine.front.pictures import (
     Picture,
     Pictures,
     PictureUrl,
+    check_sources,
     make_pictures,
     pictures_in,
     require_sight,
@@ -86,6 +87,7 @@ class LLM:
         replaces the one that would be created. `report` is called with the name and seconds of each
         start-up phase. Raises ToolkitError."""
         self.config = config or EngineConfig.from_settings({"model": model, **settings})
+        check_sources(self.config.pictures)
         wanted = self.config.model
         self.folder = locate(wanted.model, wanted.revision)
         tokenizer_folder = self.folder

@@ -10,6 +10,7 @@ from toolkit.api.http.connections.listener import tls
 from toolkit.api.http.plugins import FrontEndPlugins
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.config.engine import DEMO
+from toolkit.engine.front.pictures import check_sources
 from toolkit.errors import ConfigError
 from toolkit.text.chat_template import load_template
 
@@ -24,6 +25,7 @@ def check_server_settings(
     tls(config)
     if engine.model.chat_template is not None:
         load_template(engine.model.chat_template)
+    check_sources(engine.pictures)
     plugins.named(plugins.Group.LOGITS_PROCESSORS, engine.plugins.logits_processors)
     FrontEndPlugins.load(config, strict=engine.plugins.strict_plugins)
     names = tuple(dict.fromkeys(config.served_model_name or [default_name(engine.model.model)]))

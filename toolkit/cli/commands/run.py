@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.command import command
 from toolkit.cli.root import app
@@ -19,6 +21,9 @@ from toolkit.console import as_text, read_piped
 from toolkit.errors import InvalidRequestError
 from toolkit.logs import escape_controls
 
+if TYPE_CHECKING:
+    from toolkit.engine.front.input_processor import TokensPrompt
+
 
 @command(
     app, "run", ModelConfig, RunConfig, DeviceConfig, CacheConfig, SchedulerConfig, ParallelConfig
@@ -35,26 +40,33 @@ def run(
 
     The answer is streamed to stdout. Text piped to standard input is added to the prompt."""
     prompt = _read_prompt(config.prompt, model.model)
+    pictures = _read_pictures(config.image)
 
     from toolkit.engine.llm import LLM
     from toolkit.sampling.params import SamplingParams
 
     engine = EngineConfig(
         model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
-    ).with_settings(max_num_seqs=1)
+    ).with_settings(max_num_seqs=1, limit_mm_per_prompt=f"image={len(pictures)}")
     llm = LLM(config=engine)
+    given: TokensPrompt
     if config.raw or llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         if config.system is not None:
             raise InvalidRequestError(
                 "--system needs a model with a chat template, and no --raw.", param="system"
             )
-        tokens = llm.tokenize(prompt)
+        if pictures:
+            raise InvalidRequestError(
+                "--image needs a model with a chat template, and no --raw.", param="image"
+            )
+        given = {"prompt_token_ids": llm.tokenize(prompt)}
     else:
         system = []
         if config.system is not None:
             system = [{"role": "system", "content": as_text(config.system)}]
-        tokens = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
-    room = llm.info.max_model_len - len(tokens)
+        content = [*pictures, {"type": "text", "text": prompt}] if pictures else prompt
+        given = llm.chat_input([*system, {"role": "user", "content": content}])
+    room = llm.info.max_model_len - len(given["prompt_token_ids"])
     params = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -68,7 +80,7 @@ def run(
     answer: list[int] = []
     period = 0
     try:
-        for delta in llm.stream(tokens, params):
+        for delta in llm.stream(given, params):
             print(escape_controls(delta.text) if is_terminal else delta.text, end="", flush=True)
             answer += delta.token_ids
             if config.max_tokens is None and (period := find_cycle(answer)):
@@ -82,6 +94,16 @@ def run(
             )
     except BrokenPipeError:
         sys.stderr.close()  # suppress the error of the flush at exit
+
+
+def _read_pictures(files: Sequence[str]) -> list[dict[str, Any]]:
+    """Return parts of a message. Raises InvalidRequestError for a file that is no picture."""
+    if not files:
+        return []
+    from toolkit.chat.images import to_data_url
+
+    urls = (to_data_url(Path(as_text(file)).expanduser()) for file in files)
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
 
 def _read_prompt(given: str | None, model: str | None) -> str:

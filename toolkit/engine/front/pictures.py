@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import msgspec
 from toolkit.config.engine import PictureConfig
 from toolkit.engine.front.features import FeatureSource
 from toolkit.engine.front.pixel_cache import PixelCache
-from toolkit.errors import InvalidParamError, InvalidRequestError
+from toolkit.errors import ConfigError, InvalidParamError, InvalidRequestError
 from toolkit.pictures.pool import PicturePool, Pixels
 from toolkit.pictures.settings import PictureLimits
 from toolkit.pictures.sources import Encoded, from_image, load
@@ -80,6 +81,21 @@ def require_sight(pictures: Pictures | None, model: str, param: str = "prompt") 
             code="model_not_supported",
         )
     return pictures
+
+
+def check_sources(config: PictureConfig) -> None:
+    """Raise ConfigError for a domain or a folder of pictures that is not valid."""
+    if config.allowed_media_domains:
+        from toolkit.pictures.fetch import parse_domain  # imports httpx
+
+        for domain in config.allowed_media_domains:
+            parse_domain(domain)
+    folder = config.allowed_local_media_path
+    if folder and not os.path.isdir(folder):
+        raise ConfigError(
+            f"--allowed-local-media-path is {folder!r}, which is not a folder.",
+            param="allowed_local_media_path",
+        )
 
 
 def make_pictures(sight: SightInfo | None, config: PictureConfig, **limits: Any) -> Pictures | None:
