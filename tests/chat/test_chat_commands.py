@@ -267,9 +267,7 @@ async def test_dropped_paths_are_images(server, connect, screen, tmp_path, line,
     path = tmp_path / "my dot.png"
     path.write_bytes(saved(gradient(5, 3)))
     session = connect()
-    line = line.format(
-        path=path, quoted=quote(str(path)), escaped=str(path).replace(" ", "\\ ")
-    )
+    line = line.format(path=path, quoted=quote(str(path)), escaped=str(path).replace(" ", "\\ "))
     await handle_line(session, line)
     assert "[image my dot.png 5x3]" in screen.stderr
     if question is None:

@@ -12,7 +12,7 @@ from tests.pictures.samples import QWEN, data_url, gradient, saved
 from toolkit.config.engine import PictureConfig
 from toolkit.engine.front.picture_places import content_of
 from toolkit.engine.front.pictures import Pictures, PictureUrl
-from toolkit.engine.front.pixel_cache import PixelCache
+from toolkit.engine.front.pixels import PixelCache
 from toolkit.errors import InvalidParamError
 from toolkit.pictures.pool import Pixels
 from toolkit.pictures.settings import PictureLimits
@@ -98,6 +98,27 @@ async def test_the_first_failure_cancels_the_others(pictures: Pictures, pool: Ma
     with pytest.raises(InvalidParamError, match=r"^picture 1 is broken$"):
         await asked
     assert pool.measured[0].cancelled()
+
+
+@pytest.mark.asyncio
+async def test_requests_share_the_work_on_a_picture(pictures: Pictures, pool: ManualPool) -> None:
+    """The last of them cancels it. Errors have the parameter of each."""
+    first, second = (asyncio.ensure_future(resolve(pictures, URL)) for _ in range(2))
+    third = asyncio.ensure_future(resolve(pictures, OTHER, URL))
+    while len(pool.measured) < 4:
+        await asyncio.sleep(0)
+    await work(pool, measured=4)
+    for _ in range(9):  # let all of them ask
+        await asyncio.sleep(0)
+    shared, other = pool.processed
+    first.cancel()
+    await asyncio.wait([first])
+    assert not shared.cancelled()
+    shared.set_exception(InvalidParamError("", "is broken"))
+    for asked, param in ((second, "picture 0"), (third, "picture 1")):
+        with pytest.raises(InvalidParamError, match=f"^{param} is broken$"):
+            await asked
+    assert other.cancelled()
 
 
 def test_pixels_beyond_the_limit_are_dropped() -> None:

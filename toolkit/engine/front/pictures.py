@@ -7,19 +7,19 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from toolkit.config.engine import PictureConfig
 from toolkit.engine.front.features import FeatureSource
-from toolkit.engine.front.pixel_cache import PixelCache
+from toolkit.engine.front.pixels import PixelSource, then
 from toolkit.errors import ConfigError, InvalidParamError, InvalidRequestError
-from toolkit.pictures.pool import PicturePool, Pixels
+from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.settings import PictureLimits
 from toolkit.pictures.sources import Encoded, from_image, load
 from toolkit.pictures.tokens import Grid, token_grid
@@ -27,8 +27,6 @@ from toolkit.sequence import Feature
 from toolkit.worker.info import SightInfo
 
 MAX_SIZES = 2**14  # pictures whose sizes are kept
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ class Pictures:
         self._salt = msgspec.msgpack.encode(sight.processor, order="deterministic")
         self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._lock = threading.Lock()
-        self._pixels = PixelCache()
+        self._pixels = PixelSource(pool)
 
     def close(self) -> None:
         self.pool.close()
@@ -170,19 +168,11 @@ class Pictures:
             measured.set_result(size)
         else:
             measured = self.pool.measure(encoded, param)
-        return _then(measured, partial(self._picture_of, encoded, param))
+        return then(measured, partial(self._picture_of, encoded, param))
 
     def check(self, picture: Picture, param: str) -> Future[None]:
         """Process a picture unless it is known that it can be. Fails with InvalidRequestError."""
-        if self._pixels.is_decodable(picture.digest):
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
-
-        def keep(pixels: Pixels) -> None:
-            self._pixels.put(picture.digest, pixels.data)
-
-        return _then(self.pool.process(picture.encoded, param), keep)
+        return self._pixels.check(picture.encoded, picture.digest, param)
 
     def _known_size(self, encoded: Encoded) -> tuple[int, int] | None:
         if encoded.raw_size is not None:
@@ -205,15 +195,8 @@ class Pictures:
                 f"{self.sight.most_rows}.",
             )
         digest = hashlib.blake2b(encoded.digest + self._salt, digest_size=16).digest()
-        return Picture(encoded, grid, digest, partial(self._load, encoded, digest, param))
-
-    def _load(self, encoded: Encoded, digest: bytes, param: str) -> Future[bytes]:
-        """Return the pixels of a picture, as its tower takes them."""
-        if (pixels := self._pixels.pop(digest)) is not None:
-            done: Future[bytes] = Future()
-            done.set_result(pixels)
-            return done
-        return _then(self.pool.process(encoded, param), lambda found: found.data)
+        source = partial(self._pixels.load, encoded, digest, param)
+        return Picture(encoded, grid, digest, source)
 
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
@@ -270,24 +253,3 @@ class Pictures:
                 f"(--limit-mm-per-prompt).",
                 param=param,
             )
-
-
-def _then(source: Future[_T], convert: Callable[[_T], _R]) -> Future[_R]:
-    """Return the future of what `convert` makes of a result. Its cancellation cancels `source`."""
-    done: Future[_R] = Future()
-
-    def take(source: Future[_T]) -> None:
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            done.set_result(convert(source.result()))
-        except BaseException as error:
-            done.set_exception(error)
-
-    def cancel(done: Future[_R]) -> None:
-        if done.cancelled():
-            source.cancel()
-
-    done.add_done_callback(cancel)
-    source.add_done_callback(take)
-    return done
