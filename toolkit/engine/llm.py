@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -31,6 +30,7 @@ from toolkit.engine.front.output_processor import OutputCollector, OutputProcess
 from toolkit.engine.front.picture_places import split_pictures
 from toolkit.engine.front.pictures import (
     Picture,
+    PictureImage,
     Pictures,
     PictureUrl,
     check_sources,
@@ -387,47 +387,52 @@ class LLM:
 
     def _pictures_of(self, prompts: Sequence[Prompt]) -> list[list[Picture]]:
         """Return the pictures of each prompt, once their sizes are known."""
-        images = [pictures_in(prompt) for prompt in prompts]
-        if not any(images):
-            return [[] for _ in prompts]
-        pictures = self._require_sight()
-        for several in images:
-            pictures.require_number(len(several), "multi_modal_data")
-        take = partial(pictures.take, param="multi_modal_data")
-        with ThreadPoolExecutor(NUM_HASHERS) as threads:
-            taken = threads.map(take, chain.from_iterable(images))
-            found = iter([one.result() for one in taken])
-        return [[next(found) for _ in several] for several in images]
+        images = [
+            [PictureImage(image, "multi_modal_data") for image in pictures_in(prompt)]
+            for prompt in prompts
+        ]
+        return self._take(images, "multi_modal_data")
 
     def _chat_inputs(
         self, conversations: Sequence[Messages], template_options: Mapping[str, Any]
     ) -> list[TokensPrompt]:
         """Return the prompts of conversations. Their pictures are loaded all at once."""
         split = [split_pictures(messages) for messages in conversations]
-        for _, images in split:
-            if images:
-                self._require_sight(images[0].param).require_number(len(images), "messages")
-        prompts: list[TokensPrompt] = [
-            {"prompt_token_ids": self._inputs.chat_prompt(messages, **template_options)}
-            for messages, _ in split
+        if any(images for _, images in split):
+            self._require_sight("messages")  # a text model refuses them, whatever its template
+        token_ids = [
+            self._inputs.chat_prompt(messages, **template_options) for messages, _ in split
         ]
-        if not any(images for _, images in split):
-            return prompts
-        pictures = self._require_sight()
-        urls = [one for _, images in split for one in images if isinstance(one, PictureUrl)]
-        loaded = iter(_run_apart(pictures.resolve(urls, is_checked=False)))
-        for prompt, (_, images) in zip(prompts, split, strict=True):
-            if not images:
-                continue
-            found = [
-                next(loaded)
-                if isinstance(one, PictureUrl)
-                else pictures.take(one.image, one.param).result()
-                for one in images
-            ]
-            prompt["prompt_token_ids"], _ = pictures.expand(prompt["prompt_token_ids"], found)
-            prompt["multi_modal_data"] = {"image": found}
+        taken = self._take([images for _, images in split], "messages")
+        prompts: list[TokensPrompt] = []
+        for ids, pictures in zip(token_ids, taken, strict=True):
+            if pictures:
+                ids, _ = self._require_sight().expand(ids, pictures)
+                prompts.append({"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}})
+            else:
+                prompts.append({"prompt_token_ids": ids})
         return prompts
+
+    def _take(
+        self, images: Sequence[Sequence[PictureUrl | PictureImage]], param: str
+    ) -> list[list[Picture]]:
+        """Return the pictures of each prompt, once their sizes are known."""
+        if not any(images):
+            return [[] for _ in images]
+        pictures = self._require_sight()
+        for several in images:
+            pictures.require_number(len(several), param)
+        every = list(chain.from_iterable(images))
+        urls = [one for one in every if isinstance(one, PictureUrl)]
+        loaded = iter(_run_apart(pictures.resolve(urls, is_checked=False)) if urls else ())
+
+        def take(one: PictureUrl | PictureImage) -> Future[Picture] | None:
+            return None if isinstance(one, PictureUrl) else pictures.take(one.image, one.param)
+
+        with ThreadPoolExecutor(NUM_HASHERS) as threads:
+            taken = list(threads.map(take, every))
+        found = iter([next(loaded) if one is None else one.result() for one in taken])
+        return [[next(found) for _ in several] for several in images]
 
     def _require_sight(self, param: str = "prompt") -> Pictures:
         """Return what prepares pictures; its processes are started for the first one."""
