@@ -12,7 +12,7 @@ import pynvml
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, pictured
 from tests.lora.conftest import Adapter
 from tests.models.decoders import make_decoder
 from toolkit.config import EngineConfig
@@ -69,6 +69,22 @@ def test_estimate_matches_the_worker(checkpoint: Callable[[str], Path], kind: st
         info.max_model_len,
     )
     assert result.block_bytes / result.block_size == info.token_bytes
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_estimate_counts_the_tower(tmp_path, number):
+    folder = pictured.save("qwen3-vl", tmp_path / "seeing")
+    config = settings(limit_mm_per_prompt=f"image={number}", mm_cache_gib=0.001, dtype="float32")
+    config = config.with_settings(max_model_len=100)
+    result = estimate(read_folder(folder, "seeing"), config, find_device("cpu"))
+    info = run(folder, config)
+    assert (info.sight is not None) == (result.tower > 0) == (number > 0)
+    assert result.weights <= info.weight_bytes < PADDED * result.weights
+    assert result.num_blocks == info.num_blocks
+    if info.sight is not None:
+        assert result.num_parameters == info.num_parameters
+        row_bytes = 4 * 32 * (1 + 2)  # fp32, for the embedding and two layers
+        assert result.pictures == info.sight.num_pages * 64 * row_bytes
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from toolkit.inventory.find import find_checkpoint
 from toolkit.inventory.layers import lines_of
 from toolkit.models.config.wrapped import decoder_of, text_config
 from toolkit.models.memory import TokenMemory
+from toolkit.pictures.settings import FILES
 from toolkit.units import count, size
 from toolkit.weights.layout import on_device
 
@@ -53,7 +54,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "weight_bytes": checkpoint.type_bytes or None,
         "context": checkpoint.context,
         "vocab_size": text_config(checkpoint.raw).get("vocab_size"),
-        "text_only": decoder_of(checkpoint.raw) is not None,
+        "text_only": decoder_of(checkpoint.raw) is not None and not checkpoint.sees,
         "tokenizer": tokenizer(checkpoint),
         "chat_template": None
         if template is None
@@ -104,6 +105,19 @@ def license_of(checkpoint: Checkpoint) -> str | None:
     return next((line.strip() for line in lines if line.strip()), None)
 
 
+def _pictures(checkpoint: Checkpoint) -> str | None:
+    """Say whether prompts may have pictures; None for a model that reads text."""
+    if decoder_of(checkpoint.raw) is None:
+        return None
+    if checkpoint.sees:
+        tower = checkpoint.config.sight.tower
+        side = tower.merge * tower.patches.size
+        return f"yes: a token for {side} x {side} pixels, {len(tower.blocks)} layers"
+    if checkpoint.problem is None and checkpoint.config.sight is not None:
+        return f"no: there is no {' or '.join(FILES)}"
+    return "no: tk leaves the tower out"
+
+
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     problem = checkpoint.problem
     parameters, stored = checkpoint.num_parameters, checkpoint.stored_type
@@ -119,7 +133,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         *_weights(checkpoint),
         ("context", f"{context:,} tokens" if context else "unknown (not in config.json)"),
         *([] if problem else _shape(checkpoint)),
-        *([("pictures", "no: tk leaves the tower out")] if decoder_of(checkpoint.raw) else []),
+        *([] if (pictures := _pictures(checkpoint)) is None else [("pictures", pictures)]),
         ("tokenizer", tokenizer(checkpoint) or "none"),
         (
             "chat template",

@@ -19,10 +19,11 @@ from toolkit.models.config.registry import describe, find_problem, parse_config
 from toolkit.models.config.wrapped import text_config
 from toolkit.models.describe import Decoder, Encoder, External, Parameter
 from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
+from toolkit.pictures.settings import FILES
 from toolkit.pooling.settings import has_pooling, read_pooling
 from toolkit.weights.formats import Packings, read_packings
 from toolkit.weights.gguf import packing as gguf
-from toolkit.weights.names import text_name
+from toolkit.weights.names import is_of_tower, text_name
 
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 TYPES = {
@@ -185,10 +186,23 @@ class Checkpoint:
                 yield Parameter(tensor.name, tensor.shape, "linear" if is_linear else "vector")
 
     @property
+    def sees(self) -> bool:
+        """True if tk runs its tower for pictures, unless --limit-mm-per-prompt is 0."""
+        has_processor = any(file in self.files for file in FILES)
+        return self.problem is None and self.config.sight is not None and has_processor
+
+    @property
+    def tower_parameters(self) -> int:
+        """Number of parameters of its tower, if tk runs it."""
+        if not self.sees:
+            return 0
+        return sum(tensor.size for tensor in self.tensors if is_of_tower(tensor.name))
+
+    @property
     def num_parameters(self) -> int | None:
         """Number of parameters, or None if it is unknown."""
         if self.problem is None and (self.tensors or isinstance(self.description, Decoder)):
-            return sum(parameter.size for parameter in self.parameters)
+            return sum(parameter.size for parameter in self.parameters) + self.tower_parameters
         return sum(tensor.size for tensor in self.tensors) or None
 
     @property

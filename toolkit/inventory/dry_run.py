@@ -128,6 +128,8 @@ def as_fields(name: str, result: Estimate) -> dict[str, Any]:
         "num_parameters": result.num_parameters,
         "weight_bytes": result.weights,
         "drafter_weight_bytes": result.drafter,
+        "tower_weight_bytes": result.tower,
+        "picture_cache_bytes": result.pictures,
         "step_bytes": result.step,
         "block_size": result.block_size,
         "num_blocks": result.num_blocks,
@@ -155,6 +157,9 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
     ]
     if result.drafter:
         facts.insert(2, ("drafter", f"{size(result.drafter)} of the weights"))
+    if result.tower:
+        text = f"{size(result.tower)} of the weights; {size(result.pictures)} for pictures"
+        facts.insert(2, ("tower", f"{text} (--mm-cache-gib)"))
     if not result.weights_fit or (result.has_cache and not result.num_blocks):
         return facts
     if not result.has_cache:

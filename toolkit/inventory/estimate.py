@@ -18,6 +18,7 @@ from toolkit.hardware.devices import Device, find_device
 from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
 from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory
+from toolkit.inventory.tower_memory import tower_memory
 from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.config.model_config import name_weights, resolve_dtype
 from toolkit.models.describe import Decoder, Parameter, memory_of
@@ -64,6 +65,8 @@ class Estimate:
     has_cache: bool
     lack: str | None  # why cache, swap space and tables are too large, if they are
     drafter: int = 0  # bytes of its weights, which `weights` contains
+    tower: int = 0  # bytes of its weights, which `weights` contains
+    pictures: int = 0  # bytes for encoded pictures
     outside_windows: float
     """Part of the cache of a full-length sequence, in all layers, that no attention reads."""
 
@@ -176,7 +179,14 @@ def estimate(
         num_layers=max(len(memory) for _, memory in stages),
         drafting=drafting,
     )
-    step = steps.total
+    tower = tower_memory(
+        checkpoint, engine, TYPE_BYTES[dtype], max_model_len, on_gpu=device.kind == "cuda"
+    )
+    step, table = steps.total, 0
+    if tower is not None:
+        first_weights, first_memory = stages[0]
+        stages[0] = first_weights + tower.weights, first_memory
+        step, table = step + tower.step, tower.table
     drafter_weights = drafts_spare = 0
     drafts: Sequence[Memory] = ()
     if drafting is not None and has_cache:
@@ -196,7 +206,7 @@ def estimate(
 
     def spare_of(own: MemoryLayout) -> int:
         num_rows = engine.scheduler.max_num_seqs + 1  # one for padding
-        return drafts_spare + num_rows * own.row_bytes
+        return drafts_spare + num_rows * own.row_bytes + table
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
     on_gpu = device.kind == "cuda"
@@ -233,6 +243,8 @@ def estimate(
             tables=0 if on_gpu else steps.rows,
         ),
         drafter=drafter_weights,
+        tower=0 if tower is None else tower.weights,
+        pictures=table,
         outside_windows=layout(described.memory).outside_windows(max_model_len),
     )
 

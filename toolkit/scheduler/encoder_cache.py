@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from toolkit.scheduler.output import Encode
 from toolkit.sequence import Feature
 
+ROWS_PER_PAGE = 64
+
 
 @dataclass(slots=True)
 class _Entry:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from toolkit.scheduler.blocks.block_tables import BlockTables
-from toolkit.scheduler.encoder_cache import EncoderCache
+from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE, EncoderCache
 from toolkit.scheduler.needs import Needs, longest_run
 from toolkit.scheduler.output import ModelOutput, SchedulerOutput
 from toolkit.scheduler.planner import Planner
@@ -48,7 +48,7 @@ class Scheduler:
         num_stages: int = 1,
         max_loras: int = 0,
         num_feature_pages: int = 0,
-        rows_per_page: int = 64,
+        rows_per_page: int = ROWS_PER_PAGE,
         most_encoded: int = 0,
         most_drafts: int = 0,
         most_step_drafts: int = 0,

@@ -15,6 +15,8 @@ MIXED_TOKENS = (
     8192,
 )  # fmt: skip
 """Padded token counts of captured steps that mix prompts and next tokens."""
+PICTURE_ROWS = tuple(range(128, 2049, 128))
+"""Padded rows of captured towers: those of the pictures that are encoded together."""
 MOST_STEP_DRAFTS = 512
 """Drafts of all requests of a step. From about as many tokens on, a step computes more than it
 reads, and takes longer with each."""
@@ -127,14 +129,14 @@ class GraphPolicy:
             return None
         total = step.total_tokens
         if total == len(step.rows):
-            size = _least(self.decode_sizes, total)
+            size = least(self.decode_sizes, total)
             return None if size is None else self._decode_shape(size)
         decodes = step.num_own_tokens == 1
         if len(step.num_drafts) and decodes.all():
-            size = _least(self.verify_sizes, len(step.rows))
+            size = least(self.verify_sizes, len(step.rows))
             if size is not None:
                 return self.verify_shape(size)
-        size = _least(self.mixed_sizes, total)
+        size = least(self.mixed_sizes, total)
         if size is None or (size > SMALL_MIXED and total < MIN_FILL * size):
             return None
         if (step.num_computed[decodes] >= MAX_MIXED_CONTEXT).any():
@@ -174,7 +176,7 @@ def new_drafter_graphs(shapes: Sequence[StepShape]) -> list[tuple[bool, bool]]:
     return found
 
 
-def _least(sizes: tuple[int, ...], at_least: int) -> int | None:
+def least(sizes: tuple[int, ...], at_least: int) -> int | None:
     """Return the smallest of the rising sizes that is not less, or None."""
     at = bisect.bisect_left(sizes, at_least)
     return sizes[at] if at < len(sizes) else None

@@ -17,8 +17,8 @@ from toolkit.hardware.graph_capture import capture
 from toolkit.hardware.memory import to_device
 from toolkit.models.tower import PictureBatch, TowerModel
 from toolkit.models.towers.parts import Grid, PictureArrays
+from toolkit.worker.graph_policy import PICTURE_ROWS, least
 
-STEP, MOST = 128, 2048  # rows of the graphs
 MOST_PICTURES = 16  # of a graph
 PATCHES_PER_WINDOW = 32  # at least, on average
 
@@ -48,7 +48,8 @@ class PictureEncoder:
         arrays = PictureArrays.of(self._description, grids)
         pixels = np.frombuffer(bytearray().join(data), np.uint8).reshape(len(arrays.places), -1)
         num_rows = len(arrays.order)
-        graph = self._graphs.get(-(-num_rows // STEP) * STEP)
+        size = least(PICTURE_ROWS, num_rows)
+        graph = None if size is None else self._graphs.get(size)
         if graph is None or not _fits(arrays):
             batch = PictureBatch.of(arrays, self.device, self.tower.dtype)
             rows: torch.Tensor = self.tower(to_device(torch.from_numpy(pixels), self.device), batch)
@@ -75,7 +76,7 @@ class PictureEncoder:
         """Capture a graph for each number of rows, on the current stream."""
         if self._graphs or not has_varlen(self.device, self.tower.dtype):
             return
-        most, square = MOST, self._description.merge**2
+        most, square = PICTURE_ROWS[-1], self._description.merge**2
         patches, device = most * square, self.device
         size = self._description.patches.pixels
         self._pixels = torch.zeros(patches, size, dtype=torch.uint8, device=device)
@@ -84,7 +85,7 @@ class PictureEncoder:
         length = sum(map(len, self._ints(empty, most)))
         self._packed = torch.zeros(length, dtype=torch.int32, device=device)
         pool: Any = torch.cuda.graph_pool_handle()
-        for num_rows in range(most, 0, -STEP):
+        for num_rows in reversed(PICTURE_ROWS):
             ints = self._ints(empty, num_rows)
             self._packed[: sum(map(len, ints))] = torch.from_numpy(np.concatenate(ints)).to(device)
             batch = self._batch(num_rows, [len(one) for one in ints])

@@ -119,7 +119,8 @@ class ModelLoader:
             loaded.tower = tower = sight.build(setup.device, setup.dtype)
         fill_tower = find_tower_weights(setup, tower, names, loaded.model.unused)
         loaded.weight_bytes += tower.nbytes
-        num_parameters = sum(one.numel() for one in tower.parameters())
+        slots = tower.slots().values()
+        num_parameters = sum(part.target.numel() for slot in slots for part in slot.parts)
         loaded.num_parameters += num_parameters
         loaded.model_parameters += num_parameters
 

@@ -62,7 +62,7 @@ class RunnerFactory:
         self._setup, self._model, self._processors = setup, model, processors
         self._adapters, self._drafter = adapters, drafter
         self._has_axes = sight is not None and bool(sight[0].sight.axes)
-        self._sees, self._table = sight is not None, None
+        self._sight, self._table = None if sight is None else sight[0], None
         if sight is not None and (tower := sight[1]) is not None:
             self._table = sight[0].table(tower, setup.device)
         self._block_size = setup.config.cache.block_size
@@ -79,11 +79,12 @@ class RunnerFactory:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes in addition to blocks: for positions of drafts, and what rows keep."""
+        """Bytes in addition to blocks: for positions of drafts, pictures, and what rows keep."""
         num_rows, spare = self._setup.max_num_seqs + 1, 0
         if self._drafter is not None:
             spare = num_rows * self._drafter.spare_blocks(self._block_size)
-        return spare * self.layout.drafts.block_bytes + num_rows * self.layout.row_bytes
+        table = self._sight.table_bytes if self._table is not None and self._sight else 0
+        return table + spare * self.layout.drafts.block_bytes + num_rows * self.layout.row_bytes
 
     def make(self, size: CacheSize) -> Runner:
         """Return a runner. The size is that of the model's cache."""
@@ -116,7 +117,7 @@ class RunnerFactory:
             has_axes=self._has_axes,
         )
         features = None
-        if self._sees:
+        if self._sight is not None:
             features = FeatureRequests(
                 setup.max_num_seqs,
                 state.max_tokens,

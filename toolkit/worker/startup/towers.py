@@ -17,6 +17,7 @@ from toolkit.models.model import default_dtype
 from toolkit.models.tower import TowerModel
 from toolkit.pictures.settings import FILES, ProcessorSettings, read_processor
 from toolkit.pictures.tokens import largest_grid
+from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE
 from toolkit.weights.loading.loader import find_weights
 from toolkit.weights.names import is_of_tower
 from toolkit.weights.quantization import unquantized
@@ -28,8 +29,6 @@ from toolkit.worker.startup.setup import Setup
 
 logger = logging.getLogger(__name__)
 
-ROWS_PER_PAGE = 64
-
 
 @dataclass(frozen=True, slots=True)
 class TowerPlan:
@@ -38,6 +37,7 @@ class TowerPlan:
     sight: Sight
     processor: ProcessorSettings
     most_rows: int
+    page_bytes: int
     num_pages: int
 
     @classmethod
@@ -60,7 +60,7 @@ class TowerPlan:
         wanted = int(given.mm_cache_gib * 2**30)
         page_bytes = ROWS_PER_PAGE * sight.tower.row_size * setup.dtype.itemsize
         num_pages = max(-(-most // ROWS_PER_PAGE), wanted // page_bytes)
-        plan = cls(sight, processor, most, num_pages)
+        plan = cls(sight, processor, most, page_bytes, num_pages)
         plan.require_layers(setup)
         return plan
 
@@ -76,6 +76,11 @@ class TowerPlan:
                 f"stage ({most}).",
                 param="pipeline_parallel_size",
             )
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table of rows."""
+        return self.num_pages * self.page_bytes
 
     @property
     def info(self) -> SightInfo:

@@ -1,0 +1,63 @@
+"""Memory of a tower for pictures, and of what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.config import EngineConfig
+from toolkit.inventory.checkpoint import Checkpoint
+from toolkit.inventory.step_memory import GRAPH_LAYER_BYTES
+from toolkit.models.config.towers import Sight
+from toolkit.pictures.settings import read_processor
+from toolkit.pictures.tokens import largest_grid
+from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE
+from toolkit.worker.graph_policy import PICTURE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class TowerMemory:
+    """Bytes of a tower on one device."""
+
+    weights: int
+    table: int  # of encoded pictures
+    step: int  # to encode the largest picture, and CUDA graphs
+
+
+def tower_memory(
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    type_bytes: int,
+    max_model_len: int,
+    *,
+    on_gpu: bool,
+) -> TowerMemory | None:
+    """Return the memory of a model's tower; None if its prompts are text."""
+    sight: Sight | None = checkpoint.config.sight
+    if sight is None or not checkpoint.sees or not engine.pictures.most_pictures:
+        return None
+    tower = sight.tower
+    page_bytes = ROWS_PER_PAGE * tower.row_size * type_bytes
+    most = min(_most_rows(checkpoint, engine, sight), max_model_len)
+    wanted = int(engine.pictures.mm_cache_gib * 2**30) // page_bytes
+    num_pages = max(-(-most // ROWS_PER_PAGE), wanted)
+    step = 0
+    if on_gpu:
+        each = 8 * tower.hidden + 2 * max(block.mlp.size for block in tower.blocks)
+        row_bytes = tower.merge**2 * each * type_bytes
+        step = most * row_bytes
+        if not engine.device.enforce_eager:
+            step += len(PICTURE_ROWS) * len(tower.blocks) * GRAPH_LAYER_BYTES
+            step += PICTURE_ROWS[-1] * row_bytes
+    # The products of a still picture's frames are one in memory.
+    more_frames = (tower.patches.frames - 1) * tower.hidden * tower.patches.pixels
+    numbers = checkpoint.tower_parameters - more_frames
+    return TowerMemory(numbers * type_bytes, num_pages * page_bytes, step)
+
+
+def _most_rows(checkpoint: Checkpoint, engine: EngineConfig, sight: Sight) -> int:
+    """Return the rows of the largest picture; 0 if they are not known."""
+    if checkpoint.folder is None:
+        return 0  # unknown: the file is on the hub
+    overrides = engine.pictures.mm_processor_kwargs or {}
+    rows, columns = largest_grid(read_processor(checkpoint.folder, sight.family, overrides))
+    return rows * columns
