@@ -93,16 +93,16 @@ async def start_answer(
 
     Raises InvalidRequestError, and ServerUnavailableError for too many bytes of pictures."""
     token_ids = await _encode_conversation(target, asked, request)
-    pictures = await _load_pictures(target, asked, request, is_checked=True)
-    prompt: Prompt = token_ids
-    if pictures:
-        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}}
     tokenizer = target.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
     assert asked.params is not None, "only the prompt is wanted"
     template = tokenizer.chat_template_text if asked.template is None else asked.template
     plan = AnswerPlan.of(asked.tools, template, token_ids, tokenizer, target.server.plugins.parsers)
     params = plan.constrain(asked.params, tokenizer)
+    pictures = await _load_pictures(target, asked, request, is_checked=True)
+    prompt: Prompt = token_ids
+    if pictures:
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}}
     if asked.beams is not None:
         group = await start_beams(
             target,
