@@ -77,7 +77,7 @@ async def scripted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Async
     """Engine for which no step is recent, and its core."""
     monkeypatch.setattr(replica, "STEP_MAX_AGE", -1.0)
     llm, core = AsyncLLM("no-model"), ScriptedCore()
-    llm.connect_cores([(core, INFO)], types.SimpleNamespace(tokenizer=None))
+    llm.connect_cores([(core, INFO)], types.SimpleNamespace(tokenizer=None, pictures=None))
     llm.cores.watch(0)
     yield llm, core
     await llm.shutdown()

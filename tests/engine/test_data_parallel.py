@@ -80,7 +80,7 @@ async def scripted() -> AsyncIterator[Pair]:
     llm, cores = AsyncLLM("no-model"), (ScriptedCore(), ScriptedCore())
 
     class Inputs:
-        tokenizer = None
+        tokenizer = pictures = None
 
     llm.connect_cores([(core, INFO) for core in cores], Inputs())
     for index in range(2):
@@ -126,7 +126,7 @@ async def test_cores_that_die_together_count_as_one_death() -> None:
     llm, cores = AsyncLLM("no-model"), [ScriptedCore() for _ in range(4)]
 
     class Inputs:
-        tokenizer = None
+        tokenizer = pictures = None
 
     llm.connect_cores([(core, INFO) for core in cores], Inputs())
     streams = [llm.start_request(request(str(i), prompt=[i] * 20)) for i in range(8)]

@@ -41,7 +41,7 @@ def llm(request, checkpoint: Callable[[str], Path]) -> LLM:
 def drive(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> dict[int, tuple]:
     """Return (tokens, finish reason, error) of each prompt, also when another one failed."""
     for index, prompt in enumerate(prompts):
-        _, request = llm._inputs.process(prompt, params)
+        request = llm._inputs.process(prompt, params).request
         request.number = index
         engines.core(llm).add(request)
     tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}

@@ -449,7 +449,7 @@ def test_lenient_ignores_unsupported_keywords(llm):
 
 
 def submit(llm: LLM, number: int, asked: SamplingParams) -> None:
-    _, request = llm._inputs.process("x", asked)
+    request = llm._inputs.process("x", asked).request
     request.number = number
     engines.core(llm).add(request)
 

@@ -193,7 +193,7 @@ async def test_loading_is_done_on_every_core_or_on_none(adapter, checkpoint, tmp
         prepared = await llm.prepare(prompt, PARAMS, adapter=loaded)
         replace(tmp_path / "dir" / "good", other.folder)
         loaded = await llm.load_adapter("new", "good")
-        stream = llm.start_request(*reversed(prepared))  # has the revision before
+        stream = llm.start_request(prepared.request)  # has the revision before
         given = [token async for delta in stream for token in delta.token_ids]
         assert given == one.greedy(PROMPT, COUNT)
         assert await answer("new") == other.greedy(PROMPT, COUNT)

@@ -25,7 +25,13 @@ from toolkit.engine.front.features import FeatureSource, FeatureStore
 from toolkit.engine.front.input_processor import InputProcessor, Prepared, Prompt
 from toolkit.engine.front.observation import observe_step
 from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, SequenceState
-from toolkit.engine.front.pictures import Picture, make_pictures, pictures_in, require_sight
+from toolkit.engine.front.pictures import (
+    Picture,
+    Pictures,
+    make_pictures,
+    pictures_in,
+    require_sight,
+)
 from toolkit.engine.front.request_stats import (
     current_stats,
     observe_first_token,
@@ -111,6 +117,7 @@ class AsyncLLM:
         self._router: Router | None = None  # None with a single core
         self._streams: dict[str, RequestStream] = {}  # in order of arrival
         self._features = FeatureStore()
+        self._pictures: Pictures | None = None  # prepares those of prompts
         self._waiting: dict[str, int] = {}
         """Prompt tokens of each request that has not started to run, by request id."""
         self.num_waiting_tokens = 0
@@ -168,7 +175,7 @@ class AsyncLLM:
         if len(cores) > 1:
             self._router = Router(len(cores))
         self.replicas = [Replica(core, self.metrics.for_engine(core.index)) for core in cores]
-        self._inputs = inputs
+        self._inputs, self._pictures = inputs, inputs.pictures
         self.tokenizer = inputs.tokenizer
         self._outputs = OutputProcessor(inputs.tokenizer)
         self._client = next(core.link.client for core in cores if core.link is not None)
@@ -267,7 +274,7 @@ class AsyncLLM:
         images = pictures_in(prompt)
         if not images:
             return []
-        pictures = require_sight(self._inputs.pictures, self.config.model.model or "tk-demo")
+        pictures = require_sight(self._pictures, self.config.model.model or "tk-demo")
         pictures.require_number(len(images), "prompt")
         measured = [pictures.take(one, "multi_modal_data") for one in images]
         return [await asyncio.wrap_future(one) for one in measured]
@@ -465,8 +472,8 @@ class AsyncLLM:
         await self.cores.stop_watching()
         self._fail_all(self.fatal_error or EngineDeadError("The engine was shut down."))
         await self.cores.stop()
-        if self._inputs.pictures is not None:
-            await asyncio.to_thread(self._inputs.pictures.close)
+        if self._pictures is not None:
+            await asyncio.to_thread(self._pictures.close)
 
     # ---- what happens to cores (`cores.pool.CoreEvents`)
 

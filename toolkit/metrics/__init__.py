@@ -170,6 +170,12 @@ class Metrics:
         self.prefix_cache_hits = self._counter(
             "prefix_cache_hits", "Tokens found in the prefix cache."
         )
+        self.mm_cache_queries = self._counter(
+            "mm_cache_queries", "Pictures whose rows requests needed."
+        )
+        self.mm_cache_hits = self._counter(
+            "mm_cache_hits", "Pictures whose rows another request had computed."
+        )
         self.num_preemptions = self._counter("num_preemptions", "Preemptions of running requests.")
         self.late_compilations = self._counter(
             "late_compilations", "GPU kernels compiled after start-up, for which a step waited."

@@ -18,6 +18,7 @@ class _Entry:
 
     pages: list[int]
     step: int  # that computes it
+    loader: Hashable  # for which it was computed
     users: set[tuple[Hashable, Feature]] = field(default_factory=set)
     """One prompt may have equal features at several positions."""
 
@@ -42,10 +43,12 @@ class EncoderCache:
         entry = self._entries.get(feature.digest)
         return entry is not None and entry.step < step
 
-    def load(self, feature: Feature, step: int, keep: Collection[Feature]) -> Encode | None:
+    def load(
+        self, feature: Feature, step: int, keep: Collection[Feature], loader: Hashable
+    ) -> Encode | None:
         """Give a feature pages, for this step to compute. None: too few are free, or unused.
 
-        `keep`: features that stay in the cache."""
+        `keep`: features that stay in the cache; `loader`: the user that needs it."""
         kept = {one.digest for one in keep}
         needed = self.num_for(feature)
         unused = [
@@ -60,16 +63,18 @@ class EncoderCache:
         if len(self._free) < needed:
             return None
         pages = [self._free.pop() for _ in range(needed)]
-        self._entries[feature.digest] = _Entry(pages, step)
+        self._entries[feature.digest] = _Entry(pages, step, loader)
         return Encode(feature.digest, pages, feature.grid)
 
     def __contains__(self, feature: Feature) -> bool:
         return feature.digest in self._entries
 
-    def hold(self, feature: Feature, user: Hashable) -> None:
-        """Keep a feature in the cache for a user."""
-        self._entries[feature.digest].users.add((user, feature))
+    def hold(self, feature: Feature, user: Hashable) -> bool:
+        """Keep a feature in the cache for a user. Return True if another one had it computed."""
+        entry = self._entries[feature.digest]
+        entry.users.add((user, feature))
         self._entries.move_to_end(feature.digest)
+        return entry.loader is not user
 
     def release(self, feature: Feature, user: Hashable) -> None:
         """Note that a user no longer needs a feature."""

@@ -8,6 +8,7 @@ from toolkit.scheduler.encoder_cache import EncoderCache
 from toolkit.scheduler.output import Load, PlaceAdapter
 from toolkit.scheduler.places import Places
 from toolkit.scheduler.request import Request, RequestStatus
+from toolkit.scheduler.stats import StatsRecorder
 from toolkit.sequence import Adapter, Feature
 
 
@@ -18,11 +19,13 @@ class Needs:
     held by a running request from the step that loads it for one of its chunks until its last
     token is computed. One step loads it and a later one reads it, so that steps stay short."""
 
-    def __init__(self, max_loras: int, cache: EncoderCache, most_encoded: int) -> None:
+    def __init__(
+        self, max_loras: int, cache: EncoderCache, most_encoded: int, stats: StatsRecorder
+    ) -> None:
         """`most_encoded`: rows of features that a step computes, or one feature."""
         self._adapters = Places[Request](max_loras)
         self.cache = cache
-        self._most_encoded = most_encoded
+        self._most_encoded, self._stats = most_encoded, stats
         self._held: dict[Request, list[Feature]] = {}
         self._passed: list[tuple[Request, Feature]] = []  # in the latest step
         self._step, self._num_encoded = -1, 0
@@ -98,7 +101,7 @@ class Needs:
             is_loaded = (
                 feature not in self.cache
                 and self.has_bytes(request, feature)
-                and self._load(feature, wanted[:index], loads)
+                and self._load(request, feature, wanted[:index], loads)
             )
             if is_loaded:
                 self.loading.append(request)
@@ -125,16 +128,19 @@ class Needs:
         held = self._held.setdefault(request, [])
         if feature not in held:
             held.append(feature)
-            self.cache.hold(feature, request)
+            self._stats.current.mm_cache_queries += 1
+            self._stats.current.mm_cache_hits += self.cache.hold(feature, request)
 
-    def _load(self, feature: Feature, sooner: list[Feature], loads: list[Load]) -> bool:
+    def _load(
+        self, request: Request, feature: Feature, sooner: list[Feature], loads: list[Load]
+    ) -> bool:
         """Have this step compute a feature. Return False if there is no room.
 
         `sooner`: features that are needed before it, and stay in the cache."""
         rows = self._num_encoded + feature.num_rows
         if self._num_encoded and rows > self._most_encoded:
             return False
-        load = self.cache.load(feature, self._step, sooner)
+        load = self.cache.load(feature, self._step, sooner, request)
         if load is None:
             return False
         self._num_encoded = rows

@@ -86,7 +86,8 @@ class Scheduler:
         self.rows = Rows(
             max_num_seqs, block_size, max_model_len, most_drafts, step_times.idle_fading
         )
-        self.needs = Needs(max_loras, EncoderCache(num_feature_pages, rows_per_page), most_encoded)
+        cache = EncoderCache(num_feature_pages, rows_per_page)
+        self.needs = Needs(max_loras, cache, most_encoded, self._stats)
         self.states: StateSlots | None = None
         """Slots of the devices for requests' states. None: the model has none."""
         if has_row_states:
