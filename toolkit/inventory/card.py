@@ -110,10 +110,11 @@ def _pictures(checkpoint: Checkpoint) -> str | None:
     if decoder_of(checkpoint.raw) is None:
         return None
     if checkpoint.sees:
-        tower = checkpoint.config.sight.tower
+        assert checkpoint.sight is not None
+        tower = checkpoint.sight.tower
         side = tower.merge * tower.patches.size
         return f"yes: a token for {side} x {side} pixels, {len(tower.blocks)} layers"
-    if checkpoint.problem is None and checkpoint.config.sight is not None:
+    if checkpoint.sight is not None:
         return f"no: there is no {' or '.join(FILES)}"
     return "no: tk leaves the tower out"
 

@@ -16,6 +16,7 @@ from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.folder import MADE_FILES, is_gguf, made_file
 from toolkit.models.config.overrides import override, read_config
 from toolkit.models.config.registry import describe, find_problem, parse_config
+from toolkit.models.config.towers import Sight, find_sight
 from toolkit.models.config.wrapped import text_config
 from toolkit.models.describe import Decoder, Encoder, External, Parameter
 from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
@@ -188,8 +189,15 @@ class Checkpoint:
     @property
     def sees(self) -> bool:
         """True if tk runs its tower for pictures, unless --limit-mm-per-prompt is 0."""
-        has_processor = any(file in self.files for file in FILES)
-        return self.problem is None and self.config.sight is not None and has_processor
+        return self.sight is not None and any(file in self.files for file in FILES)
+
+    @cached_property
+    def sight(self) -> Sight | None:
+        """The model's tower, if tk has its architecture."""
+        try:
+            return find_sight(self.raw)
+        except ValueError:
+            return None  # `problem` says why
 
     @property
     def tower_parameters(self) -> int:

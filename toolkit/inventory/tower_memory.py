@@ -32,7 +32,7 @@ def tower_memory(
     on_gpu: bool,
 ) -> TowerMemory | None:
     """Return the memory of a model's tower; None if its prompts are text."""
-    sight: Sight | None = checkpoint.config.sight
+    sight = checkpoint.sight
     if sight is None or not checkpoint.sees or not engine.pictures.most_pictures:
         return None
     tower = sight.tower

@@ -15,6 +15,19 @@ from pathlib import Path
 from typing import Any
 
 END = "<|endoftext|>"
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": 3136,
+        "max_pixels": 12845056,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+}
+"""preprocessor_config.json, by `model_type`."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -136,6 +149,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     },
+    "qwen2.5-vl-7b": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "vision_config": {
+            "depth": 32,
+            "hidden_act": "silu",
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_chans": 3,
+            "out_hidden_size": 3584,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
+        },
+    },
 }
 CONFIGS["gpt-oss-120b"] = CONFIGS["gpt-oss-20b"] | {
     "num_hidden_layers": 36,
@@ -158,6 +209,8 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
     context = config.get("n_positions", config.get("max_position_embeddings"))
     _write(folder / "config.json", {**config, **ends})
     _write(folder / "generation_config.json", ends)
+    if (processor := PROCESSORS.get(config["model_type"])) is not None:
+        _write(folder / "preprocessor_config.json", processor)
     _write(
         folder / "tokenizer_config.json",
         {
