@@ -34,6 +34,7 @@ _SEEING = (
     "Qwen3VLMoe",
     "Gemma3Seeing",
     "Mistral3",
+    "Llava",
 )  # with a tower
 _HEADS = {"GPT2": "GPT2LMHeadModel"} | {
     family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING
@@ -81,7 +82,8 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
         for module in model.modules():
             is_norm = "Norm" in type(module).__name__
             for name, parameter in module.named_parameters(recurse=False):
-                if name.endswith("bias") or name == "sinks" or is_norm:
+                is_vector = name.endswith("bias") or name in ("sinks", "class_embedding")
+                if is_vector or is_norm:
                     parameter.normal_(norm_mean if name == "weight" else 0.0, 0.3)
                 elif isinstance(module, torch.nn.Embedding):
                     parameter.normal_(0.0, parameter.shape[1] ** -0.5)

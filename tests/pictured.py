@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from toolkit.pictures.pool import Pixels
 from toolkit.pictures.processor import PictureProcessor
 from toolkit.pictures.settings import PictureLimits, ProcessorSettings
 from toolkit.pictures.sources import Encoded
+from toolkit.weights.names import is_of_tower
 
 PICTURE, START, END = 7, 9, 10  # tokens
 _IDS = {
@@ -34,6 +35,17 @@ _QWEN = {
     "depth": 2, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
 }  # fmt: skip
 _AXES = {"rope_type": "default", "rope_theta": 10000.0}
+_PIXELS = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}
+_PROCESSOR = {
+    "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64,
+    "max_pixels": 64 * 40,
+} | _PIXELS  # fmt: skip
+_CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 20,
+    "num_attention_heads": 2, "image_size": 21, "patch_size": 4, "layer_norm_eps": 1e-3,
+}  # fmt: skip
+_SQUARE = {"size": {"shortest_edge": 24}, "crop_size": {"height": 21, "width": 21}} | _PIXELS
+BREAK, LAST = 257, 259  # tokens after a row and after a picture, of Mistral
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2-vl": (
         "Qwen2VL",
@@ -42,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "vision_config": _QWEN | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
             "tie_word_embeddings": False,
         } | _IDS,
-        {"image_processor_type": "Qwen2VLImageProcessor"},
+        {"image_processor_type": "Qwen2VLImageProcessor"} | _PROCESSOR,
     ),
     "qwen2.5-vl": (
         "Qwen2_5_VL",
@@ -53,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             | {"window_size": 32, "fullatt_block_indexes": [1]},
             "tie_word_embeddings": True,
         } | _IDS,
-        {"image_processor_type": "Qwen2VLImageProcessorFast"},
+        {"image_processor_type": "Qwen2VLImageProcessorFast"} | _PROCESSOR,
     ),
     "qwen3-vl": (
         "Qwen3VL",
@@ -65,7 +77,46 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
             "tie_word_embeddings": False,
         } | _IDS,
-        {"image_processor_type": "Qwen2VLImageProcessorFast"},
+        {"image_processor_type": "Qwen2VLImageProcessorFast"} | _PROCESSOR,
+    ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": _TEXT
+            | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}
+            | {"rms_norm_eps": 1e-3},
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 20,
+                "num_attention_heads": 2, "num_hidden_layers": 3, "patch_size": 4,
+                "hidden_act": "silu",
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 500.0},
+            },
+            "vision_feature_layer": -2, "multimodal_projector_bias": True,
+            "projector_hidden_act": "gelu_pytorch_tanh", "image_token_index": PICTURE,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PixtralImageProcessorFast", "patch_size": 4}
+        | {"size": {"longest_edge": 46}} | _PIXELS,
+    ),
+    "llava": (
+        "Llava",
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _CLIP | {"num_hidden_layers": 3},
+            "image_token_index": PICTURE,
+        },
+        {"image_processor_type": "CLIPImageProcessor"} | _SQUARE,
+    ),
+    "llava-full": (
+        "Llava",
+        {
+            "text_config": _TEXT | {"model_type": "qwen2", "tie_word_embeddings": True},
+            "vision_config": _CLIP | {"num_hidden_layers": 4, "hidden_act": "gelu"},
+            "vision_feature_layer": [3, 0, -3], "vision_feature_select_strategy": "full",
+            "multimodal_projector_bias": False, "projector_hidden_act": "silu",
+            "image_token_index": PICTURE,
+        },
+        {"image_processor_type": "CLIPImageProcessor"} | _SQUARE,
     ),
 }  # fmt: skip
 _DENSE = MODELS["qwen3-vl"][1]
@@ -77,12 +128,8 @@ MODELS["qwen3-vl-moe"] = (
         | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | {"mlp_only_layers": [1], "decoder_sparse_step": 1}
     },
-    {"image_processor_type": "Qwen2VLImageProcessorFast"},
+    {"image_processor_type": "Qwen2VLImageProcessorFast"} | _PROCESSOR,
 )
-_PROCESSOR = {
-    "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64,
-    "max_pixels": 64 * 40, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3],
-}  # fmt: skip
 COUNT = 8  # tokens of an answer
 
 
@@ -127,14 +174,15 @@ def reference(name: str) -> Reference:
 def louder(model: torch.nn.Module) -> None:
     """Make the tower's parameters large, so that pictures change answers."""
     for name, parameter in model.named_parameters():
-        if "visual" in name and parameter.dim() > 1:
+        if is_of_tower(name) and parameter.dim() > 1:
             parameter.data *= 8
 
 
-def save(name: str, folder: Path, *, is_published: bool = True) -> Path:
+def save(name: str, folder: Path, *, is_published: bool = True, is_loud: bool = True) -> Path:
     """Write a checkpoint with its image processor.
 
-    is_published: experts are [in, out], as in published files, and not as Transformers has them."""
+    is_published: experts are [in, out], as in published files, and not as Transformers has them.
+    is_loud: as `louder` makes it."""
     from safetensors.torch import load_file, save_file
 
     family, settings, processor = MODELS[name]
@@ -142,27 +190,54 @@ def save(name: str, folder: Path, *, is_published: bool = True) -> Path:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for key, tensor in tensors.items():
-        if "visual" in key and tensor.dim() > 1:
+        if is_loud and is_of_tower(key) and tensor.dim() > 1:
             tensor *= 8
         if is_published and key.endswith(("experts.gate_up_proj", "experts.down_proj")):
             tensors[key] = tensor.transpose(1, 2).contiguous()
     save_file(tensors, file, {"format": "pt"})
-    (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR | processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    if family == "Mistral3":
+        names = {"image_break_token": "<|user|>", "image_end_token": "<|end|>"}
+        (folder / "processor_config.json").write_text(json.dumps(names))
     return folder
 
 
 def answer(name: str, asked: Asked) -> list[int]:
     """Return Transformers' greedy tokens after a prompt."""
-    query = f"pictures {_digest([asked.token_ids, asked.pictures, _PROCESSOR])}"
-    return reference(name).tokens(query, lambda model: _generate(model, asked), COUNT)
+    query = f"pictures {_digest([asked.token_ids, asked.pictures, _settings(name)])}"
+    return reference(name).tokens(query, lambda model: _generate(model, name, asked), COUNT)
 
 
-def _generate(model: Any, asked: Asked) -> list[int]:
-    inputs, token_ids = _inputs(asked)
+def rows(name: str, pictures: Sequence[int]) -> torch.Tensor:
+    """Return Transformers' rows [num_rows, hidden] for pictures that are encoded together.
+
+    Those of the checkpoint that `save` writes quietly."""
+    family, settings, _ = MODELS[name]
+
+    def compute(model: Any) -> torch.Tensor:
+        asked = Asked([PICTURE] * len(pictures), tuple(pictures))
+        inputs, _ = _INPUTS[family](asked, name)
+        with torch.no_grad():
+            found = model.model.get_image_features(**inputs).pooler_output
+        return torch.cat(list(found))
+
+    query = f"rows {_digest([list(pictures), _settings(name)])}"
+    return checkpoints.make_model(family, settings).tensor(query, compute)
+
+
+def _settings(name: str) -> dict[str, Any]:
+    """Return the image processor's settings."""
+    return {key: value for key, value in MODELS[name][2].items() if not key.endswith("_type")}
+
+
+def _generate(model: Any, name: str, asked: Asked) -> list[int]:
+    inputs, token_ids = {}, asked.token_ids
+    if asked.pictures:
+        inputs, token_ids = _INPUTS[MODELS[name][0]](asked, name)
     ids = torch.tensor([token_ids])
     given = {"attention_mask": torch.ones_like(ids), **inputs}
     with torch.no_grad():
-        if asked.pictures:
+        if asked.pictures and "Qwen" in MODELS[name][0]:
             given["mm_token_type_ids"] = (ids == PICTURE).int()
         out = model.generate(
             ids,
@@ -180,19 +255,58 @@ def _generate(model: Any, asked: Asked) -> list[int]:
     return out.sequences[0, len(token_ids) :].tolist()
 
 
-def _inputs(asked: Asked) -> tuple[dict[str, Any], list[int]]:
-    """Return Transformers' inputs for the pictures, and the prompt with all placeholders."""
-    if not asked.pictures:
-        return {}, asked.token_ids
-    module = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    made = module.Qwen2VLImageProcessorPil(**_PROCESSOR)
-    found = made(images=[image(one) for one in asked.pictures], return_tensors="pt")
-    counts = iter((found["image_grid_thw"].prod(-1) // 4).tolist())
-    token_ids: list[int] = []
+Inputs = tuple[dict[str, Any], list[int]]
+
+
+def _processed(module: str, class_name: str, asked: Asked, **settings: Any) -> Any:
+    """Return the outputs of an image processor."""
+    name = f"transformers.models.{module}.image_processing_pil_{module}"
+    made = getattr(importlib.import_module(name), f"{class_name}Pil")(**settings)
+    return made(images=[image(one) for one in asked.pictures], return_tensors="pt")
+
+
+def _expanded(asked: Asked, pictures: Sequence[list[int]]) -> list[int]:
+    """Return a prompt with the tokens of pictures."""
+    left, token_ids = iter(pictures), []
     for token in asked.token_ids:
-        token_ids += [token] * (next(counts) if token == PICTURE else 1)
+        token_ids += next(left) if token == PICTURE else [token]
+    return token_ids
+
+
+def _qwen_inputs(asked: Asked, name: str) -> Inputs:
+    found = _processed("qwen2_vl", "Qwen2VLImageProcessor", asked, **_settings(name))
+    counts = (found["image_grid_thw"].prod(-1) // 4).tolist()
     names = "pixel_values", "image_grid_thw"
-    return {name: found[name] for name in names}, token_ids
+    inputs = {key: found[key] for key in names}
+    return inputs, _expanded(asked, [[PICTURE] * count for count in counts])
+
+
+def _mistral_inputs(asked: Asked, name: str) -> Inputs:
+    """Return inputs as Transformers' PixtralProcessor makes them."""
+    settings = _settings(name) | {"patch_size": 8}
+    found = _processed("pixtral", "PixtralImageProcessor", asked, **settings)
+    pictures = []
+    for height, width in found["image_sizes"].tolist():
+        ids = ([PICTURE] * (width // 8) + [BREAK]) * (height // 8)
+        pictures.append([*ids[:-1], LAST])
+    inputs = {key: found[key] for key in ("pixel_values", "image_sizes")}
+    return inputs, _expanded(asked, pictures)
+
+
+def _llava_inputs(asked: Asked, name: str) -> Inputs:
+    found = _processed("clip", "CLIPImageProcessor", asked, **_settings(name))
+    ids = [PICTURE] * (26 if name == "llava-full" else 25)
+    inputs = {"pixel_values": found["pixel_values"]}
+    return inputs, _expanded(asked, [ids] * len(asked.pictures))
+
+
+_INPUTS: dict[str, Callable[[Asked, str], Inputs]] = {
+    "Qwen2VL": _qwen_inputs, "Qwen2_5_VL": _qwen_inputs, "Qwen3VL": _qwen_inputs,
+    "Qwen3VLMoe": _qwen_inputs,
+    "Mistral3": _mistral_inputs, "Llava": _llava_inputs,
+}  # fmt: skip
+"""Functions that return Transformers' inputs for pictures, and the prompt with all of their
+tokens; by class."""
 
 
 class InlinePool:

@@ -200,6 +200,16 @@ class Reference:
             known[key] = part(_forward(self._loaded, tokens)).float().clone()
         return known[key].clone()  # tests may change it
 
+    def tensor(
+        self, query: str, compute: Callable[[torch.nn.Module], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a tensor that `compute` returns for the model, recorded as `query`."""
+        known, key = records().logits, f"{self.key}/{_digest(query)}"
+        if key not in known:
+            self._require_recording(query)
+            known[key] = compute(self._loaded).float().clone()
+        return known[key].clone()
+
     def _answers(self) -> dict[str, Any]:
         """Return greedy answers by the digest of their prompt, and sets of prompts."""
         return records().answers.setdefault(self.key, {})

@@ -6,20 +6,22 @@ import asyncio
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.pictures.samples import QWEN, data_url, gradient, saved
 from toolkit.config.engine import PictureConfig
 from toolkit.engine.front.picture_places import content_of
-from toolkit.engine.front.pictures import Pictures, PictureUrl
+from toolkit.engine.front.pictures import Picture, Pictures, PictureUrl
 from toolkit.engine.front.pixels import PixelCache
 from toolkit.errors import InvalidParamError
 from toolkit.pictures.pool import Pixels
 from toolkit.pictures.settings import PictureLimits
 from toolkit.pictures.sources import Encoded
+from toolkit.pictures.tokens import PictureTokens
 from toolkit.worker.info import SightInfo
 
-SIGHT = SightInfo(token_id=7, processor=QWEN, most_rows=4000, num_pages=9)
+SIGHT = SightInfo(tokens=PictureTokens(placeholder=7), processor=QWEN, most_rows=4000, num_pages=9)
 URL, OTHER = (data_url(saved(gradient(*size))) for size in ((60, 60), (90, 60)))
 
 
@@ -85,7 +87,7 @@ async def test_a_new_picture_is_processed_once(pictures: Pictures, pool: ManualP
 async def test_tokens_are_known_without_processing(pictures: Pictures, pool: ManualPool) -> None:
     asked = asyncio.ensure_future(resolve(pictures, URL, is_checked=False))
     await work(pool, measured=1)
-    assert [one.num_tokens for one in await asked] == [4]
+    assert [one.num_rows for one in await asked] == [4]
     assert pool.processed == []
 
 
@@ -155,3 +157,30 @@ def test_pixels_beyond_the_limit_are_dropped() -> None:
 )
 def test_texts_between_pictures_are_joined(parts: list[str | None], content: object) -> None:
     assert content_of(parts, "|") == content
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grid", "ids", "runs"),
+    [
+        (PictureTokens(placeholder=7), (2, 2), [7] * 4, ((1, 4),)),
+        (PictureTokens(placeholder=7, first=1), (1, 2), [7] * 3, ((1, 3),)),
+        (PictureTokens(placeholder=7, row_end=8, end=9), (1, 1), [7, 9], ((1, 1),)),
+        (
+            PictureTokens(placeholder=7, row_end=8, end=9),
+            (3, 2),
+            [7, 7, 8, 7, 7, 8, 7, 7, 9],
+            ((1, 2), (4, 2), (7, 2)),
+        ),
+    ],
+)
+def test_prompts_get_the_tokens_of_pictures(
+    pool: Any, tokens: PictureTokens, grid: Any, ids: list[int], runs: Any
+) -> None:
+    """Also those that have them already."""
+    sight = msgspec.structs.replace(SIGHT, tokens=tokens)
+    pictures = Pictures(sight, PictureConfig(), pool, PictureLimits())
+    encoded = Encoded(b"a", b"a")
+    picture = Picture(encoded, grid, tokens.num_rows(grid), b"d", Future)
+    for given in ([5, 7, 6], [5, *ids, 6]):
+        found, (feature,) = pictures.expand(given, [picture])
+        assert (found, feature.runs, feature.grid) == ([5, *ids, 6], runs, grid)

@@ -71,9 +71,12 @@ def test_estimate_matches_the_worker(checkpoint: Callable[[str], Path], kind: st
     assert result.block_bytes / result.block_size == info.token_bytes
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_estimate_counts_the_tower(tmp_path, number):
-    folder = pictured.save("qwen3-vl", tmp_path / "seeing")
+@pytest.mark.parametrize(
+    ("name", "number", "parts"), [("qwen3-vl", 0, 3), ("qwen3-vl", 2, 3), ("llava", 1, 1)]
+)
+def test_estimate_counts_the_tower(tmp_path, name, number, parts):
+    """parts: a row's, for the embedding and layers."""
+    folder = pictured.save(name, tmp_path / "seeing")
     config = settings(limit_mm_per_prompt=f"image={number}", mm_cache_gib=0.001, dtype="float32")
     config = config.with_settings(max_model_len=100)
     result = estimate(read_folder(folder, "seeing"), config, find_device("cpu"))
@@ -83,8 +86,7 @@ def test_estimate_counts_the_tower(tmp_path, number):
     assert result.num_blocks == info.num_blocks
     if info.sight is not None:
         assert result.num_parameters == info.num_parameters
-        row_bytes = 4 * 32 * (1 + 2)  # fp32, for the embedding and two layers
-        assert result.pictures == info.sight.num_pages * 64 * row_bytes
+        assert result.pictures == info.sight.num_pages * 64 * 4 * 32 * parts
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests import engines, pictured
+from tests.models import test_towers
 from tests.pictured import ASKED, COUNT, MODELS, PICTURE, Asked, InlinePool, answer, prompts
 from toolkit import LLM, SamplingParams
 from toolkit.engine.front import pictures
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import CheckpointError, InvalidRequestError
+from toolkit.models.build import load_config
+from toolkit.models.tower import TowerModel
+from toolkit.pictures.families import find_family
+from toolkit.pictures.processor import PictureProcessor
+from toolkit.pictures.settings import ProcessorSettings, read_processor
 from toolkit.sequence import Feature
+from toolkit.weights.loading.loader import load_weights, tensor_names
 from toolkit.worker.axes import axis_positions, shift_after
+from toolkit.worker.picture_encoder import PictureEncoder
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
 MODES: dict[str, dict[str, Any]] = {
@@ -45,6 +55,9 @@ CASES = [("qwen2.5-vl", mode) for mode in MODES]
 CASES += [(name, mode) for name in ("qwen2-vl", "qwen3-vl") for mode in FEW]
 CASES += [("qwen3-vl", "two ranks"), ("qwen3-vl", "drafts")]
 CASES += [("qwen3-vl-moe", "chunks through pictures"), ("qwen3-vl-moe", "two ranks")]
+CASES += [("mistral3", mode) for mode in (*FEW, "two ranks")]
+CASES += [("llava", mode) for mode in ("room for one picture", "two ranks")]
+CASES += [("llava-full", mode) for mode in ("chunks through pictures", "swap")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 
@@ -74,6 +87,17 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InlinePool]]:
     return made
 
 
+def load_encoder(path: Path) -> tuple[PictureEncoder, ProcessorSettings]:
+    """Return a checkpoint's tower alone, and the settings of its image processor."""
+    sight = load_config(path).sight
+    sides = {"patch_size": sight.tower.patches.size, "merge": sight.tower.merge}
+    settings = read_processor(path, sight.family, {}, **sides)
+    tower = TowerModel(sight.tower, sight.tower.unused)
+    load_weights(tower, path, "safetensors", elsewhere=tensor_names(path, "safetensors"))
+    tower.normalize_by(settings.rescale_factor, settings.mean, settings.std)
+    return PictureEncoder(tower, torch.device("cpu")), settings
+
+
 def answers(llm: LLM, asked: tuple[Asked, ...] = ASKED) -> list[list[int]]:
     found = llm.generate(prompts(asked), GREEDY, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in found]
@@ -100,6 +124,20 @@ def test_experts_may_have_the_layout_of_transformers(tmp_path, pools):
     llm = LLM(str(folder), **SETTINGS)
     assert answers(llm, ASKED[:2]) == [answer("qwen3-vl-moe", one) for one in ASKED[:2]]
     llm.shutdown()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_towers_equal_transformers(tmp_path, name):
+    encoder, settings = load_encoder(pictured.save(name, tmp_path / name, is_loud=False))
+    processor = PictureProcessor(settings)
+    for which in ((0,), (1, 2), (2, 0, 1)):
+        images = [pictured.image(one) for one in which]
+        data = [processor.process(one)[1].tobytes() for one in images]
+        grids = [find_family(settings.family).token_grid(settings, *one.size) for one in images]
+        found = encoder.encode(data, grids)
+        expected = pictured.rows(name, which)
+        away = (found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max()
+        assert away < 1e-5
 
 
 def test_pictures_change_answers():
@@ -185,3 +223,76 @@ def test_positions_follow_the_larger_side():
     ]
     assert np.array_equal(found, expected)
     assert 11 + shift_after(features) == 8
+
+
+def test_rows_of_tokens_have_ends(folder, pools):
+    """Mistral 3 has a token after each row of a picture, and another after the last."""
+    llm = LLM(str(folder("mistral3")), **SETTINGS)
+    (found,) = llm.generate(prompts(ASKED[:1]), GREEDY, use_tqdm=False)
+    row = [PICTURE] * 6
+    end = [*ASKED[0].token_ids[-3:]]
+    picture = [*row, pictured.BREAK] * 3 + [*row, pictured.LAST]
+    assert found.prompt_token_ids == [*ASKED[0].token_ids[:3], *picture, *end]
+    expanded = ASKED[0].prompt | {"prompt_token_ids": found.prompt_token_ids}
+    (again,) = llm.generate([expanded], GREEDY, use_tqdm=False)
+    assert again.outputs[0].token_ids == found.outputs[0].token_ids
+    expanded["prompt_token_ids"] = [20 if id == pictured.BREAK else id for id in picture]
+    with pytest.raises(InvalidRequestError, match="28 tokens in 4 rows, and the prompt has others"):
+        llm.generate([expanded], GREEDY, use_tqdm=False)
+    llm.shutdown()
+
+
+def inner_tower(name: str) -> str:
+    """Return the name of a tensor of LLaVA as older checkpoints have it."""
+    return name.replace("vision_tower.", "vision_tower.vision_model.")
+
+
+@pytest.mark.parametrize(
+    ("name", "rename"),
+    [("llava", inner_tower), ("llava", test_towers.inner), ("mistral3", test_towers.inner)],
+)
+def test_names_of_towers_may_be_others(folder, pools, tmp_path, name, rename):
+    path = test_towers.renamed(folder(name), tmp_path / "m", rename)
+    llm = LLM(str(path), **SETTINGS)
+    assert answers(llm, ASKED[:1]) == [answer(name, ASKED[0])]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "changes", "words"),
+    [
+        ("mistral3", "vision_config", {"scale": 2}, "vision_config: it has scale: 2"),
+        ("mistral3", "vision_config", {"head_dim": 16}, "head_dim is 16, and tk supports"),
+        ("mistral3", "vision_config", {"hidden_act": "x"}, "Unsupported activation function 'x'"),
+        ("mistral3", "vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
+        ("mistral3", "", {"vision_feature_layer": [1, 2]}, "supports one for mistral3"),
+        ("mistral3", "", {"vision_feature_layer": -5}, "vision_config has 3 layers"),
+        ("llava", "", {"vision_feature_select_strategy": "x"}, "vision_feature_select_strategy"),
+        ("llava", "", {"projector_hidden_act": "x"}, "Unsupported activation function 'x'"),
+        ("llava", "vision_config", {"image_size": 3}, "have no patch of 4"),
+        ("llava", "preprocessor", {"crop_size": 24}, "6 x 6 patches, and the tower takes 5 x 5"),
+        ("llava", "preprocessor", {"do_center_crop": False}, "pictures must have one size"),
+        ("llava", "preprocessor", {"do_pad": True, "pad_size": {"height": 21, "width": 21}}, "pad"),
+        ("mistral3", "preprocessor", {"do_resize": False}, "pictures must be resized"),
+        ("mistral3", "preprocessor", {"size": {"shortest_edge": 9}}, "longest_edge, or a height"),
+        ("mistral3", "processor", {"image_end_token": "[X]"}, r"has no token '\[X\]'"),
+        ("qwen2-vl", "preprocessor", {"merge_size": 1}, r"are \(4, 1\), and those of the tower"),
+    ],
+)  # fmt: skip
+def test_settings_that_a_tower_lacks_are_refused(folder, tmp_path, name, part, changes, words):
+    path = test_towers.renamed(folder(name), tmp_path / "m", str)
+    is_config = part in ("", "vision_config")
+    file = path / ("config.json" if is_config else f"{part}_config.json")
+    raw = json.loads(file.read_text())
+    (raw[part] if part == "vision_config" else raw).update(changes)
+    file.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=words):
+        load_config(path) if is_config else LLM(str(path), **SETTINGS)
+
+
+def test_other_towers_are_left_out(folder, tmp_path):
+    path = test_towers.renamed(folder("llava"), tmp_path / "m", str)
+    raw = json.loads((path / "config.json").read_text())
+    raw["vision_config"] = {"model_type": "siglip_vision_model"}
+    (path / "config.json").write_text(json.dumps(raw))
+    assert load_config(path).sight is None

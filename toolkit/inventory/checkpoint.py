@@ -204,7 +204,13 @@ class Checkpoint:
         """Number of parameters of its tower, if tk runs it."""
         if not self.sees:
             return 0
-        return sum(tensor.size for tensor in self.tensors if is_of_tower(tensor.name))
+        unused = self.config.sight.tower.unused
+        return sum(
+            tensor.size
+            for tensor in self.tensors
+            if is_of_tower(tensor.name)
+            and not any(part in text_name(tensor.name) for part in unused)
+        )
 
     @property
     def num_parameters(self) -> int | None:

@@ -8,8 +8,8 @@ from toolkit.config import EngineConfig
 from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.step_memory import GRAPH_LAYER_BYTES
 from toolkit.models.config.towers import Sight
+from toolkit.pictures.families import find_family
 from toolkit.pictures.settings import read_processor
-from toolkit.pictures.tokens import largest_grid
 from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE
 from toolkit.worker.graph_policy import PICTURE_ROWS
 
@@ -42,7 +42,7 @@ def tower_memory(
     num_pages = max(-(-most // ROWS_PER_PAGE), wanted)
     step = 0
     if on_gpu:
-        each = 8 * tower.hidden + 2 * max(block.mlp.size for block in tower.blocks)
+        each = 8 * tower.hidden + 2 * max((block.mlp.size for block in tower.blocks), default=0)
         row_bytes = tower.merge**2 * each * type_bytes
         step = most * row_bytes
         if not engine.device.enforce_eager:
@@ -58,6 +58,12 @@ def _most_rows(checkpoint: Checkpoint, engine: EngineConfig, sight: Sight) -> in
     """Return the rows of the largest picture; 0 if they are not known."""
     if checkpoint.folder is None:
         return 0  # unknown: the file is on the hub
-    overrides = engine.pictures.mm_processor_kwargs or {}
-    rows, columns = largest_grid(read_processor(checkpoint.folder, sight.family, overrides))
-    return rows * columns
+    family, tower = find_family(sight.family), sight.tower
+    processor = read_processor(
+        checkpoint.folder,
+        sight.family,
+        engine.pictures.mm_processor_kwargs or {},
+        patch_size=tower.patches.size,
+        merge=tower.merge,
+    )
+    return 0 if family.problem(processor) else tower.num_rows(family.largest_grid(processor))

@@ -17,7 +17,7 @@ from toolkit.layers import Embedding, Join, Linear, MergedLinear, Norm
 from toolkit.models import describe
 from toolkit.models.mix import MLPMix
 from toolkit.models.model import WeightModule
-from toolkit.models.towers.parts import Block, Merger, Patches, PictureArrays, Tower
+from toolkit.models.towers.parts import Block, Lead, Merger, Patches, PictureArrays, Rotation, Tower
 from toolkit.weights.activation import activation_kind
 from toolkit.weights.slots import Slot, Slots
 from toolkit.weights.source import Source
@@ -30,9 +30,9 @@ ALIGNMENT = 64  # features between the products of an MLP, on a GPU
 class PictureBatch:
     """Pictures that are encoded together. Tensors are on the device."""
 
-    places: torch.Tensor  # [num_patches, 2] int32, row and column in the picture
+    places: torch.Tensor  # [num_patches, 2] int32, row and column in the picture; -1: of a lead
     order: torch.Tensor  # [num_squares] int32, of the packed squares; windows are together
-    back: torch.Tensor  # [num_squares] int32, the other way round
+    back: torch.Tensor  # [num_rows] int32, square of each row for the decoder
     entries: torch.Tensor | None  # [num_patches, 4] int32, of learned positions
     weights: torch.Tensor | None  # [num_patches, 4] fp32
     pictures: Segments
@@ -89,8 +89,8 @@ class TowerBlock(nn.Module):
         hidden, self.num_heads = tower.hidden, tower.num_heads
         self.is_windowed = block.is_windowed
         self.attn_norm = Join(hidden, [_norm(block.attn_norm)])
-        self.qkv = MergedLinear(hidden, [full_shard(hidden)] * 3, block.qkv, bias=True)
-        self.attn_out = Linear(hidden, hidden, block.out, bias=True)
+        self.qkv = MergedLinear(hidden, [full_shard(hidden)] * 3, block.qkv, bias=block.bias)
+        self.attn_out = Linear(hidden, hidden, block.out, bias=block.bias)
         self.mlp_norm = Join(hidden, [_norm(block.mlp_norm)])
         self.up, self.down = _products(block.mlp, hidden)
 
@@ -152,26 +152,72 @@ def _products(mlp: describe.MLP, hidden: int) -> tuple[Linear, Linear]:
     return up, PaddedLinear((hidden, size), (hidden, wide), [mlp.down], mlp.bias)
 
 
+class SquareProduct(Linear):
+    """A product of squares [num_squares, merge² · hidden], to [num_squares, hidden].
+
+    The checkpoint's columns have a feature's patches together, and ours a patch's features."""
+
+    def __init__(self, hidden: int, num_patches: int, source: Source) -> None:
+        super().__init__(hidden * num_patches, hidden, source, bias=False)
+        self._columns = tuple(
+            feature * num_patches + patch
+            for patch in range(num_patches)
+            for feature in range(hidden)
+        )
+
+    def slots(self) -> Slots:
+        (slot,) = super().slots().values()
+        assert isinstance(slot, Slot)
+        (source,) = self.sources
+        return {source.tensor("weight"): dataclasses.replace(slot, entries=self._columns)}
+
+
 class SquareMerger(nn.Module):
     """Makes one row of a square of patches."""
 
     def __init__(self, merger: Merger, tower: Tower) -> None:
         super().__init__()
-        wide = tower.hidden * tower.merge**2
-        self.norms_squares, self.wide = merger.norms_squares, wide
-        self.norm = Join(wide if merger.norms_squares else tower.hidden, [_norm(merger.norm)])
-        kind = activation_kind(merger.activation)
-        self.up = Linear(wide, wide, merger.up, bias=True, activation=kind)
-        self.down = Linear(wide, tower.out, merger.down, bias=True)
+        width = tower.hidden * tower.num_taps
+        self.wide = wide = width * tower.merge**2
+        self.norms_squares = merger.norms_squares
+        self.norm = None if merger.norm is None else Join(merger.norm.size, [_norm(merger.norm)])
+        self.shrink = None
+        if merger.shrink is not None:
+            self.shrink = SquareProduct(width, tower.merge**2, merger.shrink)
+            wide = width
+        kind, size = activation_kind(merger.activation), merger.size or wide
+        self.up = Linear(wide, size, merger.up, bias=merger.bias, activation=kind)
+        self.down = Linear(size, tower.out, merger.down, bias=merger.bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return [num_squares, out] of x + residual [num_patches, hidden]."""
         if self.norms_squares:
             assert residual is None, "the norm reads complete rows"
             x = x.view(-1, self.wide)
-        (rows,), _ = self.norm(x, residual)
-        merged: torch.Tensor = self.down(self.up(rows.view(-1, self.wide)))
+        if self.norm is not None:
+            (x,), _ = self.norm(x, residual)
+        elif residual is not None:
+            x = x + residual
+        x = x.view(-1, self.wide)
+        if self.shrink is not None:
+            x = self.shrink(x)
+        merged: torch.Tensor = self.down(self.up(x))
         return merged
+
+
+class LeadEmbedding(nn.Module):
+    """An embedding in front of patches."""
+
+    def __init__(self, lead: Lead, hidden: int) -> None:
+        super().__init__()
+        self.name, self.weight = lead.name, parameter(torch.empty(hidden))
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the rows of patches [num_patches, hidden] with that of leads in their places."""
+        return torch.where(places[:, :1] < 0, self.weight, x)
+
+    def slots(self) -> Slots:
+        return {self.name: Slot(self.weight)}
 
 
 class TowerModel(WeightModule):
@@ -188,8 +234,10 @@ class TowerModel(WeightModule):
         self.factor = 1.0
         """Pixels become (x · factor - mean) / std, by channel."""
         self.patches = PatchProduct(tower.patches, tower.hidden)
+        self.lead = None if tower.lead is None else LeadEmbedding(tower.lead, tower.hidden)
         table = tower.table
         self.table = None if table is None else Embedding(table.name, table.size, tower.hidden)
+        self.norm = None if tower.norm is None else Join(tower.hidden, [_norm(tower.norm)])
         self.blocks = nn.ModuleList(TowerBlock(block, tower) for block in tower.blocks)
         self.merger = SquareMerger(tower.merger, tower)
         self.levels = nn.ModuleList(SquareMerger(merger, tower) for _, merger in tower.levels)
@@ -203,30 +251,45 @@ class TowerModel(WeightModule):
             buffer.copy_(torch.tensor(values)[:, None])
 
     def forward(self, pixels: torch.Tensor, batch: PictureBatch) -> torch.Tensor:
-        """Return [num_squares, row size] of pixels [num_patches, channels · size²] uint8."""
+        """Return [num_rows, row size] of pixels [num_patches, channels · size²] uint8.
+
+        Those of a lead are not read."""
         x: torch.Tensor = self.patches(self._normalized(pixels, batch.order))
+        if self.lead is not None:
+            x = self.lead(x, batch.places)
         if self.table is not None:
             assert batch.entries is not None
             assert batch.weights is not None
             entries = self.table(batch.entries)
             x = x + (entries * batch.weights[:, :, None].to(x.dtype)).sum(1)
-        rotation = None if self.tower.rope_theta is None else self._rotation(batch.places)
+        if self.norm is not None:
+            (x,), _ = self.norm(x, None)
+        rotation = None
+        if self.tower.rotation is not None:
+            rotation = self._angles(self.tower.rotation, batch.places)
         residual: torch.Tensor | None = None
-        levels = []
+        levels, taps = [], {}
+        if 0 in self.tower.taps:
+            taps[0] = x.clone()  # the blocks write the sum into it
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, rotation, batch)
+            if index + 1 in self.tower.taps:
+                taps[index + 1] = x + residual
             if (nth := self._after.get(index)) is not None:
                 x, residual = x + residual, None
                 levels.append(self.levels[nth](x))
+        if taps:
+            x, residual = torch.cat([taps[one] for one in self.tower.taps], dim=1), None
         rows = torch.cat([self.merger(x, residual), *levels], dim=1)
         return rows.index_select(0, batch.back)
 
-    def _rotation(self, places: torch.Tensor) -> torch.Tensor:
+    def _angles(self, rotation: Rotation, places: torch.Tensor) -> torch.Tensor:
         """Return cosines and sines [n, 2, head_size / 2]: angles by row, then by column."""
-        size = self.tower.head_size // 2
-        assert self.tower.rope_theta is not None
-        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=places.device) / size
-        speeds = 1.0 / (self.tower.rope_theta**exponents)
+        size, device = self.tower.head_size // 2, places.device
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device).expand(2, -1)
+        if rotation.takes_turns:
+            exponents = exponents + torch.arange(2, dtype=torch.float32, device=device)[:, None]
+        speeds = 1.0 / (rotation.theta ** (exponents / size))
         angles = (places[:, :, None].float() * speeds).flatten(1)
         return torch.stack((angles.cos(), angles.sin()), dim=1)
 

@@ -19,7 +19,7 @@ class PictureProcessor:
     """A Pillow-backed image processor and its family."""
 
     def __init__(self, settings: ProcessorSettings) -> None:
-        self._family = find_family(settings.family)
+        self._family, self._settings = find_family(settings.family), settings
         name = self._family.PROCESSORS[settings.name]
         module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
         found = getattr(module, f"{settings.name}Pil")
@@ -33,7 +33,7 @@ class PictureProcessor:
     def process(self, image: Image) -> tuple[tuple[int, ...], np.ndarray]:
         """Return (grid, array) of a picture in RGB. Raises PictureError."""
         width, height = image.size
-        if problem := self._family.refusal(width, height):
+        if problem := self._family.refusal(self._settings, width, height):
             raise PictureError(problem)
         pixels = np.asarray(image)
         try:
@@ -44,8 +44,5 @@ class PictureProcessor:
                 "refuses"
             ) from None
         outputs = {name: np.asarray(value) for name, value in found.items()}
-        if size := getattr(self._processor, "patch_size", None):
-            sides = [size] * 2 if isinstance(size, int) else [size["height"], size["width"]]
-            outputs["patch_size"] = np.array(sides)
-        grid, array = self._family.pack(outputs)
+        grid, array = self._family.pack(self._settings, outputs)
         return grid, np.ascontiguousarray(array)

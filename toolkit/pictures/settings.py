@@ -38,6 +38,8 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # e.g. "Qwen2VLImageProcessor": its Pillow-backed class is used, always
     fields: dict[str, Any]  # of preprocessor_config.json, with the user's mm_processor_kwargs
     family: str  # module of toolkit/pictures/families with `pack`
+    patch_size: int = 14  # pixels of a side of the tower's patches
+    merge: int = 2  # patches of a side of a token's square
 
     @property
     def mean(self) -> tuple[float, ...] | None:
@@ -70,10 +72,13 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(map(float, value if isinstance(value, list | tuple) else [value] * 3))
 
 
-def read_processor(folder: Path, family: str, overrides: Mapping[str, Any]) -> ProcessorSettings:
+def read_processor(
+    folder: Path, family: str, overrides: Mapping[str, Any], *, patch_size: int, merge: int
+) -> ProcessorSettings:
     """Read the image processor of a checkpoint; `overrides` are the user's mm_processor_kwargs.
 
-    Raises CheckpointError for a missing or wrong file, ConfigError for wrong overrides."""
+    patch_size: pixels of a side of the tower's patches; merge: patches of a side of a token. Raises
+    CheckpointError for a missing or wrong file, ConfigError for wrong overrides."""
     from toolkit.pictures.families import find_family
 
     rules = find_family(family)
@@ -92,7 +97,13 @@ def read_processor(folder: Path, family: str, overrides: Mapping[str, Any]) -> P
         raise CheckpointError(f"{folder / file} (with {OVERRIDES}): {error}.") from None
     if problem := _problem(fields):
         raise CheckpointError(f"{folder / file} (with {OVERRIDES}): {problem}.")
-    return ProcessorSettings(name=name, fields=fields, family=family)
+    return ProcessorSettings(
+        name=name,
+        fields=fields | rules.fit(patch_size, merge),
+        family=family,
+        patch_size=patch_size,
+        merge=merge,
+    )
 
 
 def _defaults(rules: Family, name: str) -> dict[str, Any]:

@@ -1,62 +1,84 @@
-"""Numbers of tokens that stand for a picture, from its size alone. Imports nothing heavy."""
+"""Tokens that stand for a picture in a prompt. Imports nothing heavy."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from toolkit.errors import InvalidParamError
+import msgspec
 
-if TYPE_CHECKING:
-    from toolkit.pictures.settings import ProcessorSettings
-
-Grid = tuple[int, int]  # rows and columns of tokens
-
-
-def token_grid(settings: ProcessorSettings, width: int, height: int, param: str) -> Grid:
-    """Return the tokens of a picture. Raises InvalidParamError if it cannot be resized."""
-    return _GRIDS[settings.family][0](settings.fields, width, height, param)
+from toolkit.errors import CheckpointError
+from toolkit.files import read_json
+from toolkit.pictures.families import Grid, find_family
 
 
-def largest_grid(settings: ProcessorSettings) -> Grid:
-    """Return the most tokens that a picture can have."""
-    return _GRIDS[settings.family][1](settings.fields)
+class PictureTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of pictures: placeholders, and what separates rows of them."""
+
+    placeholder: int  # stands for a row of a picture's features
+    first: int = 0  # placeholders before those of the grid
+    row_end: int | None = None  # after each row of the grid
+    end: int | None = None  # after the last row, instead
+
+    def num_rows(self, grid: Grid) -> int:
+        """Return the number of placeholders."""
+        return self.first + grid[0] * grid[1]
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of a picture."""
+        rows, columns = grid
+        if self.row_end is None or self.end is None:
+            return [self.placeholder] * self.num_rows(grid)
+        row = [self.placeholder] * columns
+        before = [self.placeholder] * self.first
+        return [*before, *[*row, self.row_end] * (rows - 1), *row, self.end]
+
+    def runs(self, grid: Grid, start: int) -> tuple[tuple[int, int], ...]:
+        """Return (position, number) of the runs of placeholders of a picture from `start` on."""
+        rows, columns = grid
+        if self.row_end is None:
+            return ((start, self.num_rows(grid)),)
+        step = columns + 1
+        others = ((start + self.first + row * step, columns) for row in range(1, rows))
+        return ((start, self.first + columns), *others)
 
 
-def _qwen_fields(fields: dict[str, Any]) -> tuple[int, int, int]:
-    """Return (pixels of a token's side, fewest and most pixels of a picture)."""
-    side = fields.get("patch_size", 14) * fields.get("merge_size", 2)
-    size = fields.get("size") or {}
-    fewest, most = size.get("shortest_edge", 56 * 56), size.get("longest_edge", 28 * 28 * 1280)
-    return side, fewest, most
-
-
-def _qwen_grid(fields: dict[str, Any], width: int, height: int, param: str) -> Grid:
-    """Resize to multiples of a token's side, within the fewest and the most pixels.
-
-    As `smart_resize` of Transformers' qwen2_vl."""
-    if max(width, height) > 200 * min(width, height):
-        raise InvalidParamError(
-            param,
-            f"is a picture of {width} x {height} pixels: the longer side may be at most 200 times "
-            f"the shorter.",
+def find_tokens(folder: Path, family: str, placeholder: int, first: int) -> PictureTokens:
+    """Return the tokens of a checkpoint's pictures. Raises CheckpointError."""
+    ends = find_family(family).ENDS
+    if not ends:
+        return PictureTokens(placeholder=placeholder, first=first)
+    given = _object(folder / "processor_config.json")
+    texts = [str(given.get(name) or default) for name, default in ends.items()]
+    known = _added_tokens(folder)
+    if missing := [text for text in texts if text not in known]:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has no token {' and '.join(map(repr, missing))}, which "
+            "prompts with pictures need."
         )
-    side, fewest, most = _qwen_fields(fields)
-    rows, columns = round(height / side), round(width / side)
-    if rows * columns * side**2 > most:
-        shrink = math.sqrt(height * width / most)
-        rows = max(1, math.floor(height / shrink / side))
-        columns = max(1, math.floor(width / shrink / side))
-    elif rows * columns * side**2 < fewest:
-        grow = math.sqrt(fewest / (height * width))
-        rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
-    return rows, columns
+    row_end, end = (known[text] for text in texts)
+    return PictureTokens(placeholder=placeholder, first=first, row_end=row_end, end=end)
 
 
-def _qwen_largest(fields: dict[str, Any]) -> Grid:
-    side, fewest, most = _qwen_fields(fields)
-    rows = max(1, math.isqrt(max(fewest, most) // side**2))
-    return rows, max(1, max(fewest, most) // side**2 // rows)
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of the tokens that are added to a vocabulary, by their text."""
+    found: dict[str, int] = {}
+    listed = _object(folder / "tokenizer.json").get("added_tokens") or []
+    by_id = _object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    try:
+        found |= {str(one["content"]): int(id) for id, one in by_id.items()}
+        found |= {str(one["content"]): int(one["id"]) for one in listed}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: the tokenizer's added tokens cannot be read.") from error
+    return found
 
 
-_GRIDS = {"qwen2_vl": (_qwen_grid, _qwen_largest)}
+def _object(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if there is no file."""
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    return found if isinstance(found, dict) else {}

@@ -5,6 +5,9 @@ import re
 TOWERS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 """Parts of names of a tower's tensors."""
 _TOWER = re.compile(rf"(?:model\.)?(?:{'|'.join(map(re.escape, TOWERS))})")
+_LLAVA_TOWER = re.compile(
+    r"(?:model\.)?(?:(vision_tower\.)(?:vision_model\.)?|(multi_modal_projector\.))"
+)
 _NESTED = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 _DOT = r"\\?\.(?![*+?{])"  # of a regular expression, that stands for one character
 _NESTED_EXPRESSION = re.compile(
@@ -14,9 +17,12 @@ _NESTED_EXPRESSION = re.compile(
 
 
 def text_name(name: str) -> str:
-    """Return the name of a tensor or module in a checkpoint of the decoder alone."""
+    """Return the name of a tensor or module in a checkpoint of the decoder alone.
+
+    Those of LLaVA's tower, and of others like it, lose parts that only some checkpoints have."""
     if (prefix := _NESTED.match(name)) is None:
-        return name
+        found = _LLAVA_TOWER.match(name)
+        return name if found is None else (found[1] or found[2]) + name[found.end() :]
     rest = name[prefix.end() :]
     return rest if rest.startswith("lm_head") else f"model.{rest}"
 

@@ -46,7 +46,7 @@ class FeatureTable:
         for digest in [one for one, own in self._pages.items() if taken & set(own.tolist())]:
             del self._pages[digest]
         self._pages[load.digest] = np.array(load.pages)
-        return self.places(load.digest, np.arange(load.grid[0] * load.grid[1]))
+        return self.places(load.digest, np.arange(self.encoder.num_rows(load.grid)))
 
     def places(self, digest: bytes, rows: Ints) -> Ints:
         """Return the table's rows with these rows of a feature."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from toolkit.pictures.settings import ProcessorSettings
+from toolkit.pictures.tokens import PictureTokens
 from toolkit.plugins import Plugin
 from toolkit.pooling.settings import PoolingInfo
 from toolkit.scheduler.speculation import UNKNOWN_TIMES, StepTimes
@@ -16,11 +17,16 @@ Report = Callable[[str, float], None]  # called with the name and the seconds of
 class SightInfo(msgspec.Struct, kw_only=True, frozen=True):
     """Pictures that prompts may have."""
 
-    token_id: int  # stands for a row of a picture
+    tokens: PictureTokens
     processor: ProcessorSettings
     most_rows: int  # of a picture
     num_pages: int  # of the table of rows
     both_ways: bool = False  # a picture's tokens see each other
+
+    @property
+    def token_id(self) -> int:
+        """Token that stands for a picture, or a row of it, in prompts."""
+        return self.tokens.placeholder
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

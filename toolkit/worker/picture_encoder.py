@@ -38,7 +38,8 @@ class PictureEncoder:
     def __init__(self, tower: TowerModel, device: torch.device) -> None:
         self.tower, self.device = tower, device
         self.row_size, self._description = tower.tower.row_size, tower.tower
-        self._graphs: dict[int, _Graph] = {}  # by number of rows
+        self._no_pixels = bytes(tower.tower.patches.pixels)  # of a lead
+        self._graphs: dict[int, _Graph] = {}  # by number of squares
 
     @torch.inference_mode()
     def encode(self, data: Sequence[bytes], grids: Sequence[Grid]) -> torch.Tensor:
@@ -46,9 +47,10 @@ class PictureEncoder:
 
         data: pixels as uint8. The result is overwritten by the next call."""
         arrays = PictureArrays.of(self._description, grids)
+        if self._description.lead is not None:
+            data = [part for one in data for part in (self._no_pixels, one)]
         pixels = np.frombuffer(bytearray().join(data), np.uint8).reshape(len(arrays.places), -1)
-        num_rows = len(arrays.order)
-        size = least(PICTURE_ROWS, num_rows)
+        size = least(PICTURE_ROWS, len(arrays.order))
         graph = None if size is None else self._graphs.get(size)
         if graph is None or not _fits(arrays):
             batch = PictureBatch.of(arrays, self.device, self.tower.dtype)
@@ -60,7 +62,11 @@ class PictureEncoder:
         if arrays.weights is not None:
             self._weights[: len(pixels)] = to_device(torch.from_numpy(arrays.weights), self.device)
         graph.graph.replay()
-        return graph.rows[:num_rows]
+        return graph.rows[: len(arrays.back)]
+
+    def num_rows(self, grid: Grid) -> int:
+        """Return the number of a picture's rows."""
+        return self._description.num_rows(grid)
 
     def rehearse(self, num_rows: int) -> None:
         """Compute a picture of about this many rows, kernel by kernel."""
@@ -112,11 +118,12 @@ class PictureEncoder:
     def _ints(self, arrays: PictureArrays, num_rows: int) -> list[npt.NDArray[np.int32]]:
         """Return the integers of a graph, padded: order, back, places, starts and entries."""
         rest = np.arange(len(arrays.order), num_rows, dtype=np.int32)
+        unread = np.zeros(num_rows - len(arrays.back), np.int32)
         more = len(rest) * self._description.merge**2
         patches = num_rows * self._description.merge**2
         found = [
             np.concatenate((arrays.order, rest)),
-            np.concatenate((arrays.back, rest)),
+            np.concatenate((arrays.back, unread)),
             np.concatenate((arrays.places.ravel(), np.zeros(2 * more, np.int32))),
             _starts(arrays.pictures, MOST_PICTURES),
             _starts(arrays.windows, patches // PATCHES_PER_WINDOW),

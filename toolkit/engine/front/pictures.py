@@ -19,10 +19,10 @@ from toolkit.config.engine import PictureConfig
 from toolkit.engine.front.features import FeatureSource
 from toolkit.engine.front.pixels import PixelSource, then
 from toolkit.errors import ConfigError, InvalidParamError, InvalidRequestError
+from toolkit.pictures.families import Grid, find_family
 from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.settings import PictureLimits
 from toolkit.pictures.sources import Encoded, from_image, load
-from toolkit.pictures.tokens import Grid, token_grid
 from toolkit.sequence import Feature
 from toolkit.worker.info import SightInfo
 
@@ -51,12 +51,9 @@ class Picture:
 
     encoded: Encoded
     grid: Grid  # rows and columns of its tokens
+    num_rows: int  # of its features
     digest: bytes  # of its bytes, and of what prepares them
     source: FeatureSource
-
-    @property
-    def num_tokens(self) -> int:
-        return self.grid[0] * self.grid[1]
 
 
 def pictures_in(prompt: object) -> list[Any]:
@@ -119,6 +116,7 @@ class Pictures:
         self, sight: SightInfo, config: PictureConfig, pool: PicturePool, limits: PictureLimits
     ) -> None:
         self.sight, self.config, self.pool, self.limits = sight, config, pool, limits
+        self._tokens, self._family = sight.tokens, find_family(sight.processor.family)
         self._salt = msgspec.msgpack.encode(sight.processor, order="deterministic")
         self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -186,30 +184,31 @@ class Pictures:
             self._sizes[encoded.digest] = size
             if len(self._sizes) > MAX_SIZES:
                 self._sizes.popitem(last=False)
-        grid = token_grid(self.sight.processor, *size, param)
-        if grid[0] * grid[1] > self.sight.most_rows:
+        if problem := self._family.refusal(self.sight.processor, *size):
+            raise InvalidParamError(param, f"{problem}.")
+        grid = self._family.token_grid(self.sight.processor, *size)
+        if (num_rows := self._tokens.num_rows(grid)) > self.sight.most_rows:
             raise InvalidParamError(
                 param,
-                f"is a picture of {size[0]} x {size[1]} pixels, which takes "
-                f"{grid[0] * grid[1]} tokens; this server's pictures have at most "
-                f"{self.sight.most_rows}.",
+                f"is a picture of {size[0]} x {size[1]} pixels, which takes {num_rows} tokens; "
+                f"this server's pictures have at most {self.sight.most_rows}.",
             )
         digest = hashlib.blake2b(encoded.digest + self._salt, digest_size=16).digest()
         source = partial(self._pixels.load, encoded, digest, param)
-        return Picture(encoded, grid, digest, source)
+        return Picture(encoded, grid, num_rows, digest, source)
 
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
     ) -> tuple[list[int], tuple[Feature, ...]]:
         """Return the prompt with a placeholder for each row of a picture, and its features.
 
-        A prompt has one placeholder for each picture, or all of them already. Raises
+        A prompt has one placeholder for each picture, or all tokens of pictures already. Raises
         InvalidRequestError."""
-        placeholder = self.sight.token_id
+        placeholder = self._tokens.placeholder
         places = [at for at, token in enumerate(token_ids) if token == placeholder]
-        counts = [picture.num_tokens for picture in pictures]
-        if len(places) == sum(counts) != len(pictures):
-            return list(token_ids), self._features_of(places, pictures)
+        ids = [self._tokens.ids(picture.grid) for picture in pictures]
+        if self._is_expanded(token_ids, places, pictures, ids):
+            return list(token_ids), self._features_of(token_ids, pictures, ids)
         if len(places) != len(pictures):
             raise InvalidRequestError(
                 f"The prompt has {len(places)} places for pictures, and there are "
@@ -218,31 +217,51 @@ class Pictures:
             )
         expanded: list[int] = []
         features, last = [], 0
-        for place, picture in zip(places, pictures, strict=True):
+        for place, picture, own in zip(places, pictures, ids, strict=True):
             expanded += token_ids[last:place]
-            run = len(expanded), picture.num_tokens
-            features.append(Feature(picture.digest, (run,), picture.grid, self.sight.both_ways))
-            expanded += [placeholder] * picture.num_tokens
+            features.append(self._feature(picture, len(expanded)))
+            expanded += own
             last = place + 1
         return [*expanded, *token_ids[last:]], tuple(features)
 
+    def _is_expanded(
+        self,
+        token_ids: Sequence[int],
+        places: Sequence[int],
+        pictures: Sequence[Picture],
+        ids: Sequence[list[int]],
+    ) -> bool:
+        """Return True for a prompt with all placeholders. ids: the tokens of each picture."""
+        num_rows = sum(picture.num_rows for picture in pictures)
+        if not pictures or len(places) != num_rows:
+            return False
+        if num_rows != len(pictures):
+            return True
+        # Each picture has one placeholder, and perhaps an end.
+        return all(
+            list(token_ids[at : at + len(own)]) == own for at, own in zip(places, ids, strict=True)
+        )
+
     def _features_of(
-        self, places: Sequence[int], pictures: Sequence[Picture]
+        self, token_ids: Sequence[int], pictures: Sequence[Picture], ids: Sequence[list[int]]
     ) -> tuple[Feature, ...]:
-        """Return the features of a prompt with all placeholders."""
-        features, at = [], 0
-        for picture in pictures:
-            end = at + picture.num_tokens
-            if places[end - 1] - places[at] != picture.num_tokens - 1:
+        """Return the features of a prompt with all tokens of pictures."""
+        features, end = [], 0
+        for picture, own in zip(pictures, ids, strict=True):
+            at = token_ids.index(self._tokens.placeholder, end)
+            end = at + len(own)
+            if list(token_ids[at:end]) != own:
                 raise InvalidRequestError(
-                    f"A picture takes {picture.num_tokens} tokens, and the prompt has another "
-                    f"number of placeholders there.",
+                    f"A picture takes {len(own)} tokens in {picture.grid[0]} rows, and the "
+                    f"prompt has others there.",
                     param="prompt",
                 )
-            run = places[at], picture.num_tokens
-            features.append(Feature(picture.digest, (run,), picture.grid, self.sight.both_ways))
-            at = end
+            features.append(self._feature(picture, at))
         return tuple(features)
+
+    def _feature(self, picture: Picture, start: int) -> Feature:
+        runs = self._tokens.runs(picture.grid, start)
+        return Feature(picture.digest, runs, picture.grid, self.sight.both_ways)
 
     def require_number(self, number: int, param: str) -> None:
         """Raise InvalidRequestError for more pictures than a prompt may have."""

@@ -128,7 +128,7 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
 
     Raises ValueError for a value of the wrong type, a contradiction, an unsupported feature, or an
     unknown field that may change what the model computes."""
-    is_wrapped, sight = decoder_of(raw) is not None, find_sight(raw)
+    whole, is_wrapped = raw, decoder_of(raw) is not None
     if is_wrapped:
         raw = text_config(raw)
         raw["architectures"] = [_module(_kind(raw)).ARCHITECTURES[0]]
@@ -152,7 +152,7 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
         raise ValueError(str(error).replace("`$.", "`")) from None
     except _OF_WRONG_VALUES as error:
         raise ValueError(_of_a_field(error)) from error
-    config.is_wrapped, config.sight = is_wrapped, sight
+    config.is_wrapped, config.sight = is_wrapped, find_sight(whole, config)
     config.model_type = _kind(raw)
     known = _module(config.model_type).ARCHITECTURES
     config.architectures = [name for name in config.architectures if name in known]

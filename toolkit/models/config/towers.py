@@ -1,9 +1,10 @@
 """Find the tower of a model that sees, by config.json. Imports no torch.
 
-A tower is a module of `models.towers`, named like the `model_type` of config.json, with Config (of
-`vision_config`), describe(config), FAMILY (the module of `pictures.families` that prepares its
-pictures), SECTIONS (the default lengths of a rotation by three axes) and INTERLEAVED (their pairs
-take turns)."""
+A tower is a module of `models.towers`, named like the `model_type` of config.json, with TOWERS (the
+`model_type` of `vision_config`; "" if it may have none), Config (of `vision_config`), Seeing (of
+config.json's other fields), describe(config, seeing), FAMILY (the module of `pictures.families`
+that prepares its pictures), SECTIONS (the default lengths of a rotation of the decoder's heads by
+three axes) and INTERLEAVED (their pairs take turns)."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from toolkit.models import towers
+from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.unread import find_unknown
 from toolkit.models.towers.parts import Tower
 
@@ -36,30 +38,37 @@ class Sight:
 def model_types() -> tuple[str, ...]:
     """Return the values of `model_type` whose towers tk runs."""
     found = (module.name for module in pkgutil.iter_modules(towers.__path__))
-    return tuple(sorted(name for name in found if name != "parts"))
+    return tuple(sorted(name for name in found if name not in ("fields", "parts")))
 
 
-def find_sight(raw: Mapping[str, Any]) -> Sight | None:
-    """Return the tower of a config.json; None if tk runs none.
+def find_sight(raw: Mapping[str, Any], decoder: ArchitectureConfig) -> Sight | None:
+    """Return the tower of a config.json; None if tk runs none. decoder: the parsed text_config.
 
     Raises ValueError for a value of the wrong type, or an unsupported feature."""
     kind, vision = raw.get("model_type"), raw.get("vision_config")
     if kind not in model_types() or not isinstance(vision, dict):
         return None
     module = import_module(f"{towers.__name__}.{kind}")
+    if module.TOWERS and vision.get("model_type", "") not in module.TOWERS:
+        return None
     if (unknown := find_unknown(vision, module.Config)) is not None:
         raise ValueError(f"vision_config: {unknown}")
     try:
-        tower = module.describe(msgspec.convert(vision, module.Config))
+        config = msgspec.convert(vision, module.Config)
     except msgspec.ValidationError as error:
         raise ValueError(f"vision_config: {error}".replace("`$.", "`")) from None
-    token_id = raw.get("image_token_id")
-    if not isinstance(token_id, int):
-        raise ValueError(f"image_token_id is {token_id!r}, not a number")
+    names = set(module.Seeing.__struct_fields__) - {"decoder"}
+    try:
+        seeing = msgspec.convert({name: raw[name] for name in names & raw.keys()}, module.Seeing)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error).replace("`$.", "`")) from None
+    if seeing.image_token_id is None:
+        raise ValueError("it has no image_token_id")
+    seeing.decoder = decoder
     return Sight(
-        tower,
+        module.describe(config, seeing),
         _axes(raw, module.SECTIONS, is_interleaved=module.INTERLEAVED),
-        token_id,
+        seeing.image_token_id,
         module.FAMILY,
     )
 

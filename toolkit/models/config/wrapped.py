@@ -11,6 +11,7 @@ from toolkit.weights.names import text_pattern
 
 _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text", None: "gemma3_text"},
+    "llava": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", None: "llama"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", None: "mistral"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2", None: "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2", None: "qwen2"},
@@ -18,6 +19,8 @@ _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_vl_moe_text", None: "qwen3_vl_moe_text"},
 }
 """By the `model_type` of config.json and of its text_config: the decoder's. None: without one."""
+_TIED_BY_EITHER = ("llava",)
+"""Models whose head is tied if config.json or its text_config says so."""
 WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", *QUANTIZATION_FIELDS)
 """Fields of config.json that hold for the decoder, too, and come before its own."""
 _OF_TOWER = ("text_config", "vision_config")
@@ -45,6 +48,8 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     own = nested if isinstance(nested, dict) and nested else raw
     found = {name: value for name, value in own.items() if name not in _OF_TOWER}
     found |= {name: raw[name] for name in WHOLE if raw.get(name) is not None}
+    if raw["model_type"] in _TIED_BY_EITHER and own.get("tie_word_embeddings"):
+        found["tie_word_embeddings"] = True
     for name in QUANTIZATION_FIELDS:
         if name in found:
             found[name] = _in_text(found[name])

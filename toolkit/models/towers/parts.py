@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from toolkit.models.describe import MLP, Norm, Table
+from toolkit.weights.activation import activation_kind
 from toolkit.weights.source import Source, consecutive
 
 Grid = tuple[int, int]  # rows and columns of the tokens of a picture
@@ -54,17 +54,44 @@ class Block:
     mlp_norm: Norm
     mlp: MLP
     is_windowed: bool = False
+    bias: bool = True  # of queries, keys, values and the output
 
 
 @dataclass(frozen=True, slots=True)
 class Merger:
     """down(activation(up(squares of patches, each row after a norm)))."""
 
-    norm: Norm
+    norm: Norm | None
     up: Source
     down: Source
     activation: str = "gelu"
     norms_squares: bool = False  # the norm spans the rows of a square
+    size: int = 0  # features between up and down; 0: those of a square
+    bias: bool = True  # of up and down
+    shrink: Source | None = None
+    """A product before `up`, without a bias, from a square's features to a patch's. In the
+    checkpoint its columns have the patches of a square one after the other for each feature."""
+
+    def __post_init__(self) -> None:
+        activation_kind(self.activation)  # refuses an unknown name
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A rotation of a head's pairs (i, i + half): the first half by row, the others by column."""
+
+    theta: float
+    takes_turns: bool = False
+    """Rows have the even and columns the odd ones of a head's frequencies, as in Pixtral
+    (arXiv:2410.07073); else both have every second one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """An embedding in front of a picture's patches: CLIP's class token (arXiv:2103.00020)."""
+
+    name: str  # of the tensor
+    is_kept: bool = False  # the decoder reads its row, before the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +105,17 @@ class Tower:
     blocks: Sequence[Block]
     merger: Merger
     merge: int = 2  # patches of a square's side
-    table: Table | None = None  # learned positions of a square grid, resampled to a picture's
-    rope_theta: float | None = None  # of the rotation by row and column; None: none
+    lead: Lead | None = None
+    table: Table | None = None
+    """Learned positions of a square grid, resampled to a picture's. Those before `first` are the
+    lead's."""
+    has_fixed_size: bool = False  # positions are not resampled
+    norm: Norm | None = None  # before the blocks
+    rotation: Rotation | None = None
+    taps: tuple[int, ...] = ()
+    """Numbers of blocks after which the merger reads the patches, one tap after the other. Empty:
+    after the last."""
+    unused: tuple[str, ...] = ()  # substrings of checkpoint tensor names to ignore
     window: int = 0  # squares of a window's side, in windowed blocks
     levels: tuple[tuple[int, Merger], ...] = ()
     """DeepStack (Meng et al., 2024): (block, its merger). The rows are added after the decoder's
@@ -92,7 +128,16 @@ class Tower:
     @property
     def side(self) -> int:
         """Entries of a side of the table of positions; 0 without one."""
-        return 0 if self.table is None else math.isqrt(self.table.size)
+        return 0 if self.table is None else math.isqrt(self.table.size - self.table.first)
+
+    @property
+    def num_first_rows(self) -> int:
+        """Rows of a picture before those of its grid."""
+        return int(self.lead is not None and self.lead.is_kept)
+
+    @property
+    def num_taps(self) -> int:
+        return max(1, len(self.taps))
 
     @property
     def most_window(self) -> int:
@@ -107,6 +152,10 @@ class Tower:
     def patch_grid(self, grid: Grid) -> Grid:
         return grid[0] * self.merge, grid[1] * self.merge
 
+    def num_rows(self, grid: Grid) -> int:
+        """Return the number of a picture's rows for the decoder."""
+        return self.num_first_rows + grid[0] * grid[1]
+
     def num_patches(self, grid: Grid) -> int:
         rows, columns = self.patch_grid(grid)
         return rows * columns
@@ -114,11 +163,13 @@ class Tower:
 
 @dataclass(frozen=True, slots=True)
 class PictureArrays:
-    """Places of the patches of pictures, in the order in which the blocks have them."""
+    """Places of the patches of pictures, in the order in which the blocks have them.
 
-    places: Array  # [num_patches, 2] int32, row and column
+    A lead is a patch, and a square of its own."""
+
+    places: Array  # [num_patches, 2] int32, row and column; -1: of a lead
     order: Array  # [num_squares] int32, packed squares; those of a window are together
-    back: Array  # [num_squares] int32, the other way round
+    back: Array  # [num_rows] int32, square of each row for the decoder
     entries: Array | None  # [num_patches, 4] int32, of learned positions
     weights: Array | None  # [num_patches, 4] fp32
     pictures: Array  # numbers of patches
@@ -127,10 +178,12 @@ class PictureArrays:
     @classmethod
     def of(cls, tower: Tower, grids: Sequence[Grid]) -> PictureArrays:
         """Return the arrays of pictures that are encoded together."""
-        found = [_arrays_of_one(grid, tower.merge, tower.window, tower.side) for grid in grids]
+        first = 0 if tower.table is None else tower.table.first
+        rules = tower.merge, tower.window, tower.side, first, tower.lead
+        found = [_arrays_of_one(grid, *rules) for grid in grids]
         if len(found) == 1:
             return found[0]
-        firsts = np.cumsum([0, *(rows * columns for rows, columns in grids)])
+        firsts = np.cumsum([0, *(len(one.order) for one in found)])
         shifted = [
             replace(one, order=one.order + first, back=one.back + first)
             for one, first in zip(found, firsts, strict=False)
@@ -147,8 +200,11 @@ _NAMES = [field.name for field in fields(PictureArrays)]
 
 
 @lru_cache(maxsize=64)
-def _arrays_of_one(grid: Grid, merge: int, window: int, side: int) -> PictureArrays:
-    """Return the arrays of one picture. `side`: of the grid of learned positions; 0: none.
+def _arrays_of_one(
+    grid: Grid, merge: int, window: int, side: int, first: int, lead: Lead | None
+) -> PictureArrays:
+    """Return the arrays of one picture. side: of the grid of learned positions; 0: none.
+    first: entry of the grid's first.
 
     Windows begin at the top left; those at the other edges are cut (Qwen2.5-VL,
     arXiv:2502.13923, section 2.1.1)."""
@@ -165,18 +221,38 @@ def _arrays_of_one(grid: Grid, merge: int, window: int, side: int) -> PictureArr
     column = (order % columns)[:, None] * merge + inside % merge
     places = np.stack((row.ravel(), column.ravel()), axis=1)
     patches = rows * merge, columns * merge
-    entries, weights = _resampled(places, patches, side) if side else (None, None)
+    entries, weights = _resampled(places, patches, side, first) if side else (None, None)
     windows = np.array([len(part) for part in parts]) * merge * merge
     back = np.argsort(order).astype(np.int32)
     pictures = np.array([len(places)])
-    return PictureArrays(places, order, back, entries, weights, pictures, windows)
+    arrays = PictureArrays(places, order, back, entries, weights, pictures, windows)
+    return arrays if lead is None else _led(arrays, lead)
 
 
-def _resampled(places: Array, grid: Grid, side: int) -> tuple[Array, Array]:
+def _led(arrays: PictureArrays, lead: Lead) -> PictureArrays:
+    """Return the arrays of a picture with a lead. It has the first position, if there are any."""
+    entries = weights = None
+    if arrays.entries is not None and arrays.weights is not None:
+        entries = np.pad(arrays.entries, ((1, 0), (0, 0)))
+        weights = np.pad(arrays.weights, ((1, 0), (0, 0)))
+        weights[0, 0] = 1
+    back = arrays.back + np.int32(1)
+    return PictureArrays(
+        np.pad(arrays.places, ((1, 0), (0, 0)), constant_values=-1),
+        np.pad(arrays.order + np.int32(1), (1, 0)),
+        np.pad(back, (1, 0)) if lead.is_kept else back,
+        entries,
+        weights,
+        arrays.pictures + 1,
+        arrays.windows + 1,
+    )
+
+
+def _resampled(places: Array, grid: Grid, side: int, first: int) -> tuple[Array, Array]:
     """Return (entries [n, 4], weights [n, 4]) of a table [side · side] for patches of a grid.
 
     Bilinear, with equal corners: the first and the last patch have the first and the last entry.
-    """
+    first: entry where the table begins."""
     taps, shares = [], []
     for axis, size in enumerate(grid):
         at = places[:, axis].astype(np.float32) * np.float32(side - 1)
@@ -185,17 +261,9 @@ def _resampled(places: Array, grid: Grid, side: int) -> tuple[Array, Array]:
         part = at - low
         taps.append(np.stack((low, np.minimum(low + 1, side - 1)), axis=1))
         shares.append(np.stack((1 - part, part), axis=1))
-    entries = taps[0][:, :, None] * side + taps[1][:, None, :]
+    entries = first + taps[0][:, :, None] * side + taps[1][:, None, :]
     weights = shares[0][:, :, None] * shares[1][:, None, :]
     return entries.reshape(-1, 4), weights.reshape(-1, 4).astype(np.float32)
-
-
-class TowerConfig(msgspec.Struct, kw_only=True):
-    """Fields of every tower's config: `vision_config` of a config.json."""
-
-    fixed: ClassVar[dict[str, tuple[object, ...]]] = {}  # as in `ArchitectureConfig`
-    model_type: str = ""
-    dtype: str | None = None
 
 
 def fused(name: str, hidden: int) -> tuple[Source, ...]:

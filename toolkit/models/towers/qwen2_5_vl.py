@@ -4,13 +4,17 @@ from dataclasses import replace
 
 from toolkit.models.config.model_config import Size
 from toolkit.models.describe import MLP, Norm
+from toolkit.models.towers.fields import SeeingConfig
 from toolkit.models.towers.parts import Block, Tower
 from toolkit.models.towers.qwen2_vl import NAME, QwenConfig, merge, qwen_block, qwen_tower
 from toolkit.weights.source import Source
 
+TOWERS: tuple[str, ...] = ()
 FAMILY = "qwen2_vl"
 SECTIONS = (16, 24, 24)
 INTERLEAVED = False
+
+Seeing = SeeingConfig
 
 
 class Config(QwenConfig, kw_only=True):
@@ -25,7 +29,7 @@ class Config(QwenConfig, kw_only=True):
         return self.out_hidden_size
 
 
-def describe(config: Config) -> Tower:
+def describe(config: Config, _: Seeing) -> Tower:
     def norm(name: str) -> Norm:
         return Norm(name, config.width, 1e-6)
 

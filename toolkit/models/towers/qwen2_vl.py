@@ -5,14 +5,23 @@ from typing import Any, ClassVar
 
 from toolkit.models.config.model_config import Size
 from toolkit.models.describe import MLP, Norm
-from toolkit.models.towers.parts import Block, Merger, Patches, Tower, TowerConfig, fused
+from toolkit.models.towers.fields import (
+    SeeingConfig,
+    TowerConfig,
+    axial_rotation,
+    require_heads,
+)
+from toolkit.models.towers.parts import Block, Merger, Patches, Tower, fused
 from toolkit.weights.source import Source
 
 NAME = "model.visual"  # of its tensors
 
+TOWERS: tuple[str, ...] = ()
 FAMILY = "qwen2_vl"
 SECTIONS = (16, 24, 24)
 INTERLEAVED = False
+
+Seeing = SeeingConfig
 
 
 class QwenConfig(TowerConfig, kw_only=True):
@@ -34,14 +43,8 @@ class QwenConfig(TowerConfig, kw_only=True):
     rope_parameters: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        kind = (self.rope_parameters or {}).get("rope_type", "axial")
-        if kind != "axial":
-            raise ValueError(f"vision_config has the rope_type {kind!r}, and tk supports 'axial'")
-        if self.width % (4 * self.num_heads):
-            raise ValueError(
-                f"vision_config: {self.width} features are not a multiple of 4 for each of "
-                f"{self.num_heads} heads"
-            )
+        axial_rotation(self.rope_parameters)
+        require_heads(self.width, self.num_heads, 4)
 
     @property
     def width(self) -> int:
@@ -68,7 +71,7 @@ class Config(QwenConfig, kw_only=True):
         return self.hidden_size
 
 
-def describe(config: Config) -> Tower:
+def describe(config: Config, _: Seeing) -> Tower:
     size = config.width * config.mlp_ratio
 
     def layer_norm(name: str) -> Norm:
@@ -125,7 +128,7 @@ def qwen_tower(
         "blocks": [block(f"{NAME}.blocks.{index}") for index in range(config.depth)],
         "merger": merger,
         "merge": config.spatial_merge_size,
-        "rope_theta": float((config.rope_parameters or {}).get("rope_theta", 10000.0)),
+        "rotation": axial_rotation(config.rope_parameters),
         **options,
     }
     return Tower(**given)

@@ -4,6 +4,7 @@ import math
 
 from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Table
+from toolkit.models.towers.fields import SeeingConfig
 from toolkit.models.towers.parts import Block, Merger, Tower
 from toolkit.models.towers.qwen2_vl import (
     NAME,
@@ -15,9 +16,12 @@ from toolkit.models.towers.qwen2_vl import (
     qwen_tower,
 )
 
+TOWERS: tuple[str, ...] = ()
 FAMILY = "qwen2_vl"
 SECTIONS = (24, 20, 20)
 INTERLEAVED = True
+
+Seeing = SeeingConfig
 
 
 class Config(QwenConfig, kw_only=True):
@@ -41,7 +45,7 @@ class Config(QwenConfig, kw_only=True):
         return self.out_hidden_size
 
 
-def describe(config: Config) -> Tower:
+def describe(config: Config, _: Seeing) -> Tower:
     def block(name: str) -> Block:
         up, down = f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2"
         mlp = plain_mlp(config.intermediate_size, config.hidden_act, up, down)

@@ -5,18 +5,32 @@ A module has these names, and imports nothing but NumPy:
 - DEFAULTS: for each class, fields that preprocessor_config.json may lack, but are needed here.
 - OPTIONS: fields that are read; others in the file are ignored, others from the user an error.
 - ARGUMENTS: options of the call.
+- ENDS: names in processor_config.json of the tokens after a row of a picture's tokens and after the
+  last row, and their defaults. Empty: there are none.
 - modernize(fields): replaces names of older Transformers. Raises ValueError.
+- fit(patch_size, merge): fields that follow from the tower.
 - pads(fields): True if values are added after normalization. Then the processor's floats travel.
-- refusal(width, height): problem of a picture that the processor cannot take, or an empty string.
-- pack(outputs): (grid, array) that travels, from the outputs and `patch_size` if there is one."""
+- problem(settings): why the tower cannot use the settings, or an empty string.
+- refusal(settings, width, height): problem of a picture that the processor cannot take, or an empty
+  string.
+- token_grid(settings, width, height): rows and columns of the tokens of any other picture.
+- largest_grid(settings): rows and columns of most tokens.
+- pack(settings, outputs): (grid, array) that travels, from the processor's outputs.
+
+Settings and pictures of `problem`, `token_grid` and `largest_grid` have passed those before."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from toolkit.pictures.settings import ProcessorSettings
+
+Grid = tuple[int, int]  # rows and columns of tokens
 
 COMMON_OPTIONS = frozenset(
     {
@@ -48,11 +62,18 @@ class Family(Protocol):
     DEFAULTS: dict[str, dict[str, Any]]
     OPTIONS: frozenset[str]
     ARGUMENTS: dict[str, Any]
+    ENDS: dict[str, str]
 
     def modernize(self, fields: dict[str, Any]) -> dict[str, Any]: ...
+    def fit(self, patch_size: int, merge: int) -> dict[str, Any]: ...
     def pads(self, fields: Mapping[str, Any]) -> bool: ...
-    def refusal(self, width: int, height: int) -> str: ...
-    def pack(self, outputs: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], np.ndarray]: ...
+    def problem(self, settings: ProcessorSettings) -> str: ...
+    def refusal(self, settings: ProcessorSettings, width: int, height: int) -> str: ...
+    def token_grid(self, settings: ProcessorSettings, width: int, height: int) -> Grid: ...
+    def largest_grid(self, settings: ProcessorSettings) -> Grid: ...
+    def pack(
+        self, settings: ProcessorSettings, outputs: Mapping[str, np.ndarray]
+    ) -> tuple[tuple[int, ...], np.ndarray]: ...
 
 
 def find_family(name: str) -> Family:
@@ -68,3 +89,15 @@ def as_bytes(values: np.ndarray) -> np.ndarray:
     if not np.array_equal(converted, values):
         raise ValueError("the image processor's values are not integers from 0 to 255")
     return converted
+
+
+def in_squares(image: np.ndarray, patch_size: int, merge: int) -> np.ndarray:
+    """Return the patches [n, channels * patch_size²] of an image [channels, height, width].
+
+    Those of a square of merge x merge are together. Pixels after the last square are dropped."""
+    channels, height, width = image.shape
+    rows, columns = height // (patch_size * merge), width // (patch_size * merge)
+    image = image[:, : rows * patch_size * merge, : columns * patch_size * merge]
+    sides = rows, merge, patch_size, columns, merge, patch_size
+    parts = image.reshape(channels, *sides).transpose(1, 4, 2, 5, 0, 3, 6)
+    return parts.reshape(rows * columns * merge**2, -1)

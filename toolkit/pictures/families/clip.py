@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, as_bytes
+from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, Grid, as_bytes, in_squares
+
+if TYPE_CHECKING:
+    from toolkit.pictures.settings import ProcessorSettings
 
 PROCESSORS = {"CLIPImageProcessor": "clip"}
-DEFAULTS: dict[str, dict[str, Any]] = {"CLIPImageProcessor": CLIP}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "CLIPImageProcessor": CLIP
+    | {
+        "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224},
+        "size": {"shortest_edge": 224},
+    }
+}
 OPTIONS = COMMON_OPTIONS
 ARGUMENTS = INTEGERS
+ENDS: dict[str, str] = {}
 
 
 def modernize(fields: dict[str, Any]) -> dict[str, Any]:
+    """Replace sizes that are one number. Raises ValueError."""
+    fields = dict(fields)
+    for name, sides in (("size", ("shortest_edge",)), ("crop_size", ("height", "width"))):
+        value = fields.get(name, {})
+        if isinstance(value, int):
+            fields[name] = dict.fromkeys(sides, value)
+        elif not isinstance(value, dict):
+            raise ValueError(f"{name} must be a number or an object, not {value!r}")
     return fields
+
+
+def fit(patch_size: int, merge: int) -> dict[str, Any]:
+    return {}
 
 
 def pads(fields: Mapping[str, Any]) -> bool:
@@ -24,11 +47,45 @@ def pads(fields: Mapping[str, Any]) -> bool:
     return bool(fields.get("do_pad") and fields.get("pad_size"))
 
 
-def refusal(width: int, height: int) -> str:
+def problem(settings: ProcessorSettings) -> str:
+    if settings.sends_floats:
+        return "tk does not support do_pad with pad_size"
+    if _sides(settings) is None:
+        return "pictures must have one size: that of do_center_crop, or a height and a width"
     return ""
 
 
-def pack(outputs: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return ((height, width), [1, channels, height, width])."""
-    values = outputs["pixel_values"]
-    return values.shape[2:], values if values.dtype == np.float32 else as_bytes(values)
+def refusal(settings: ProcessorSettings, width: int, height: int) -> str:
+    return ""
+
+
+def token_grid(settings: ProcessorSettings, width: int, height: int) -> Grid:
+    return largest_grid(settings)
+
+
+def largest_grid(settings: ProcessorSettings) -> Grid:
+    sides, side = _sides(settings), settings.patch_size * settings.merge
+    assert sides is not None, "`problem` was asked"
+    return sides[0] // side, sides[1] // side
+
+
+def _sides(settings: ProcessorSettings) -> tuple[int, int] | None:
+    """Return height and width of every picture; None if they depend on the picture."""
+    fields = settings.fields
+    if fields.get("do_center_crop"):
+        found = fields.get("crop_size") or {}
+    else:
+        found = (fields.get("size") or {}) if fields.get("do_resize", True) else {}
+    height, width = found.get("height"), found.get("width")
+    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
+
+
+def pack(
+    settings: ProcessorSettings, outputs: Mapping[str, np.ndarray]
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return ((rows, columns) of patches, [patches, channels * patch * patch])."""
+    (values,) = outputs["pixel_values"]
+    side, merge = settings.patch_size * settings.merge, settings.merge
+    grid = values.shape[1] // side * merge, values.shape[2] // side * merge
+    patches = in_squares(values, settings.patch_size, merge)
+    return grid, patches if patches.dtype == np.float32 else as_bytes(patches)

@@ -6,12 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.pictures.families import COMMON_OPTIONS, HALF, INTEGERS
-from toolkit.pictures.families.clip import modernize, pack, refusal
+from toolkit.pictures.families.clip import (
+    ENDS,
+    fit,
+    largest_grid,
+    modernize,
+    pack,
+    problem,
+    refusal,
+    token_grid,
+)
 
-__all__ = ["ARGUMENTS", "DEFAULTS", "OPTIONS", "PROCESSORS", "modernize", "pack", "pads", "refusal"]
+__all__ = [
+    "ARGUMENTS",
+    "DEFAULTS",
+    "ENDS",
+    "OPTIONS",
+    "PROCESSORS",
+    "fit",
+    "largest_grid",
+    "modernize",
+    "pack",
+    "pads",
+    "problem",
+    "refusal",
+    "token_grid",
+]
 
 PROCESSORS = {"Gemma3ImageProcessor": "gemma3"}
-DEFAULTS: dict[str, dict[str, Any]] = {"Gemma3ImageProcessor": HALF}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "Gemma3ImageProcessor": HALF | {"size": {"height": 224, "width": 224}}
+}
 OPTIONS = COMMON_OPTIONS
 ARGUMENTS = INTEGERS | {"do_pan_and_scan": False}
 

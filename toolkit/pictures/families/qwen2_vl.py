@@ -4,12 +4,16 @@ The processor repeats a still picture for each of `temporal_patch_size` frames. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, as_bytes
+from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, Grid, as_bytes, in_squares
+
+if TYPE_CHECKING:
+    from toolkit.pictures.settings import ProcessorSettings
 
 PROCESSORS = {"Qwen2VLImageProcessor": "qwen2_vl"}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -19,6 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 OPTIONS = COMMON_OPTIONS | {"max_pixels", "merge_size", "min_pixels", "patch_size"}
 OPTIONS |= {"temporal_patch_size"}
 ARGUMENTS = INTEGERS | {"temporal_patch_size": 1}
+ENDS: dict[str, str] = {}
 MAX_RATIO = 200  # of the sides, in Transformers
 
 
@@ -38,11 +43,22 @@ def modernize(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | ({"size": size} if size else {})
 
 
+def fit(patch_size: int, merge: int) -> dict[str, Any]:
+    return {}
+
+
 def pads(fields: Mapping[str, Any]) -> bool:
     return False
 
 
-def refusal(width: int, height: int) -> str:
+def problem(settings: ProcessorSettings) -> str:
+    given, wanted = _sides(settings), (settings.patch_size, settings.merge)
+    if given == wanted:
+        return ""
+    return f"patch_size and merge_size are {given}, and those of the tower {wanted}"
+
+
+def refusal(settings: ProcessorSettings, width: int, height: int) -> str:
     if max(width, height) <= MAX_RATIO * min(width, height):
         return ""
     return (
@@ -57,15 +73,48 @@ def patchify(
     """Replace the processor's method of this name, which converts bytes to fp32 first.
 
     Returns ([patches, channels * patch * patch], rows, columns)."""
-    channels, height, width = image.shape
+    _, height, width = image.shape
     rows, columns = height // patch_size, width // patch_size
-    sides = rows // merge_size, merge_size, patch_size
-    across = columns // merge_size, merge_size, patch_size
-    parts = image.reshape(channels, *sides, *across).transpose(1, 4, 2, 5, 0, 3, 6)
-    return parts.reshape(rows * columns, -1), rows, columns
+    return in_squares(image, patch_size, merge_size), rows, columns
 
 
-def pack(outputs: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], np.ndarray]:
+def token_grid(settings: ProcessorSettings, width: int, height: int) -> Grid:
+    """Resize to multiples of a token's side, within the fewest and the most pixels.
+
+    As `smart_resize` of Transformers' qwen2_vl."""
+    side, fewest, most = _limits(settings)
+    rows, columns = round(height / side), round(width / side)
+    if rows * columns * side**2 > most:
+        shrink = math.sqrt(height * width / most)
+        rows = max(1, math.floor(height / shrink / side))
+        columns = max(1, math.floor(width / shrink / side))
+    elif rows * columns * side**2 < fewest:
+        grow = math.sqrt(fewest / (height * width))
+        rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
+    return rows, columns
+
+
+def largest_grid(settings: ProcessorSettings) -> Grid:
+    side, fewest, most = _limits(settings)
+    rows = max(1, math.isqrt(max(fewest, most) // side**2))
+    return rows, max(1, max(fewest, most) // side**2 // rows)
+
+
+def _limits(settings: ProcessorSettings) -> tuple[int, int, int]:
+    """Return (pixels of a token's side, fewest and most pixels of a picture)."""
+    patch_size, merge = _sides(settings)
+    size = settings.fields.get("size") or {}
+    fewest, most = size.get("shortest_edge", 56 * 56), size.get("longest_edge", 28 * 28 * 1280)
+    return patch_size * merge, fewest, most
+
+
+def _sides(settings: ProcessorSettings) -> tuple[int, int]:
+    return settings.fields.get("patch_size", 14), settings.fields.get("merge_size", 2)
+
+
+def pack(
+    settings: ProcessorSettings, outputs: Mapping[str, np.ndarray]
+) -> tuple[tuple[int, ...], np.ndarray]:
     """Return ((1, rows, columns), [patches, channels * patch * patch])."""
     (grid,) = outputs["image_grid_thw"]
     return tuple(int(size) for size in grid), as_bytes(outputs["pixel_values"])

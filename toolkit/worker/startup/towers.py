@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.distributed import SINGLE, SINGLE_STAGE, parallel
-from toolkit.errors import ConfigError
+from toolkit.errors import CheckpointError, ConfigError
 from toolkit.models import describe
 from toolkit.models.config.registry import describe as describe_model
 from toolkit.models.config.towers import Sight
 from toolkit.models.model import default_dtype
 from toolkit.models.tower import TowerModel
+from toolkit.pictures.families import find_family
 from toolkit.pictures.settings import FILES, ProcessorSettings, read_processor
-from toolkit.pictures.tokens import largest_grid
+from toolkit.pictures.tokens import PictureTokens, find_tokens
 from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE
 from toolkit.weights.loading.loader import find_weights
 from toolkit.weights.names import is_of_tower
@@ -35,6 +36,7 @@ class TowerPlan:
     """A tower to load, and the memory for what it computes."""
 
     sight: Sight
+    tokens: PictureTokens
     processor: ProcessorSettings
     most_rows: int
     page_bytes: int
@@ -54,13 +56,19 @@ class TowerPlan:
         if not any((setup.folder / file).is_file() for file in FILES):
             logger.warning("%s has no %s: prompts are text", setup.folder, " or ".join(FILES))
             return None
-        processor = read_processor(setup.folder, sight.family, given.mm_processor_kwargs or {})
-        rows, columns = largest_grid(processor)
-        most = min(rows * columns, setup.max_model_len)
+        tokens, processor = _read_pictures(setup, sight)
+        grid = find_family(sight.family).largest_grid(processor)
+        side = sight.tower.side
+        if sight.tower.has_fixed_size and sight.tower.patch_grid(grid) != (side, side):
+            raise CheckpointError(
+                f"{setup.folder}: the image processor's pictures have {grid[0]} x {grid[1]} "
+                f"patches, and the tower takes {side} x {side}."
+            )
+        most = min(tokens.num_rows(grid), setup.max_model_len)
         wanted = int(given.mm_cache_gib * 2**30)
         page_bytes = ROWS_PER_PAGE * sight.tower.row_size * setup.dtype.itemsize
         num_pages = max(-(-most // ROWS_PER_PAGE), wanted // page_bytes)
-        plan = cls(sight, processor, most, page_bytes, num_pages)
+        plan = cls(sight, tokens, processor, most, page_bytes, num_pages)
         plan.require_layers(setup)
         return plan
 
@@ -85,7 +93,7 @@ class TowerPlan:
     @property
     def info(self) -> SightInfo:
         return SightInfo(
-            token_id=self.sight.token_id,
+            tokens=self.tokens,
             processor=self.processor,
             most_rows=self.most_rows,
             num_pages=self.num_pages,
@@ -113,10 +121,27 @@ class TowerPlan:
         return FeatureTable(encoder, self.num_pages, ROWS_PER_PAGE, self.most_rows)
 
 
+def _read_pictures(setup: Setup, sight: Sight) -> tuple[PictureTokens, ProcessorSettings]:
+    """Return the tokens of pictures, and their image processor. Raises CheckpointError."""
+    tower = sight.tower
+    processor = read_processor(
+        setup.folder,
+        sight.family,
+        setup.config.pictures.mm_processor_kwargs or {},
+        patch_size=tower.patches.size,
+        merge=tower.merge,
+    )
+    if problem := find_family(sight.family).problem(processor):
+        raise CheckpointError(f"{setup.folder}: the image processor's settings: {problem}.")
+    tokens = find_tokens(setup.folder, sight.family, sight.token_id, tower.num_first_rows)
+    return tokens, processor
+
+
 def find_tower_weights(
     setup: Setup, tower: TowerModel, decoder: Collection[str], unused: tuple[str, ...]
 ) -> Fill:
     """Return a function that loads a tower. `decoder`: names of the decoder's tensors."""
     given = setup.config.model
-    tower.unused = tuple(part for part in unused if not is_of_tower(part))
+    others = (part for part in unused if not is_of_tower(part))
+    tower.unused = (*others, *tower.tower.unused)
     return find_weights(tower, setup.folder, given.load_format, given.seed, decoder)
