@@ -16,7 +16,7 @@ from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.folder import MADE_FILES, is_gguf, made_file
 from toolkit.models.config.overrides import override, read_config
 from toolkit.models.config.registry import describe, find_problem, parse_config
-from toolkit.models.config.towers import Sight, find_sight
+from toolkit.models.config.towers import Sight
 from toolkit.models.config.wrapped import text_config
 from toolkit.models.describe import Decoder, Encoder, External, Parameter
 from toolkit.models.fallback.config import NOT_THROUGH_TRANSFORMERS, FallbackConfig
@@ -195,9 +195,10 @@ class Checkpoint:
     def sight(self) -> Sight | None:
         """The model's tower, if tk has its architecture."""
         try:
-            return find_sight(self.raw)
-        except ValueError:
+            sight: Sight | None = parse_config(self.raw).sight
+        except (ValueError, CheckpointError, PluginError):
             return None  # `problem` says why
+        return sight
 
     @property
     def tower_parameters(self) -> int:
