@@ -86,8 +86,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}
             | {"rms_norm_eps": 1e-3},
             "vision_config": {
-                "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 20,
-                "num_attention_heads": 2, "num_hidden_layers": 3, "patch_size": 4,
+                "model_type": "pixtral", "hidden_size": 48, "intermediate_size": 20,
+                "num_attention_heads": 3, "num_hidden_layers": 3, "patch_size": 4,
                 "hidden_act": "silu",
                 "rope_parameters": {"rope_type": "axial", "rope_theta": 500.0},
             },

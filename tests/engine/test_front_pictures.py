@@ -176,7 +176,7 @@ def test_texts_between_pictures_are_joined(parts: list[str | None], content: obj
 def test_prompts_get_the_tokens_of_pictures(
     pool: Any, tokens: PictureTokens, grid: Any, ids: list[int], runs: Any
 ) -> None:
-    """Also those that have them already."""
+    """Prompts that have them already stay as they are."""
     sight = msgspec.structs.replace(SIGHT, tokens=tokens)
     pictures = Pictures(sight, PictureConfig(), pool, PictureLimits())
     encoded = Encoded(b"a", b"a")

@@ -262,7 +262,7 @@ def test_names_of_towers_may_be_others(folder, pools, tmp_path, name, rename):
     ("name", "part", "changes", "words"),
     [
         ("mistral3", "vision_config", {"scale": 2}, "vision_config: it has scale: 2"),
-        ("mistral3", "vision_config", {"head_dim": 16}, "head_dim is 16, and tk supports"),
+        ("mistral3", "vision_config", {"head_dim": 8}, "head_dim is 8, and tk supports"),
         ("mistral3", "vision_config", {"hidden_act": "x"}, "Unsupported activation function 'x'"),
         ("mistral3", "vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
         ("mistral3", "", {"vision_feature_layer": [1, 2]}, "supports one for mistral3"),

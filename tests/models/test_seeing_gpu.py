@@ -56,7 +56,7 @@ def test_captured_towers_compute_the_same(folder, name):
     assert encoder._graphs
     random = np.random.RandomState(0)
     for grids in ([(8, 9)], [(16, 8)], [(16, 9), (3, 30)], [(40, 51)], [(5, 5)] * 20, [(1, 1)]):
-        counts = [rows * columns * 4 for rows, columns in grids]
+        counts = [encoder.tower.tower.num_patches(grid) for grid in grids]
         data = [random.randint(0, 256, 48 * n, dtype=np.uint8).tobytes() for n in counts]
         found = encoder.encode(data, grids).clone()
         graphs, encoder._graphs = encoder._graphs, {}

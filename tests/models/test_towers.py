@@ -85,6 +85,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "llava": (
+        "Llava",
+        {
+            "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None}
+            | {"tie_word_embeddings": True},
+            "vision_config": _TOWER | {"model_type": "clip_vision_model"},
+            "tie_word_embeddings": False,
+        },
+    ),
     "ministral3": (
         "Mistral3",
         {
@@ -212,6 +221,8 @@ def test_overrides_reach_the_decoder(folder: Callable[[str], Path]) -> None:
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("lm_head.weight", "lm_head.weight"),
         ("model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
+        ("model.vision_tower.vision_model.embeddings.x", "vision_tower.embeddings.x"),
+        ("model.multi_modal_projector.linear_1.bias", "multi_modal_projector.linear_1.bias"),
         ("re:.*mlp.gate$", "re:.*mlp.gate$"),
         (r"re:model\.language_model\.layers\.0.*", r"re:model\.layers\.0.*"),
         ("re:.*language_model.*q_proj$", "re:.*model.*q_proj$"),

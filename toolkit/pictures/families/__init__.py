@@ -23,12 +23,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from toolkit.pictures.settings import ProcessorSettings
 
 Grid = tuple[int, int]  # rows and columns of tokens
 
@@ -57,6 +54,17 @@ HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 INTEGERS: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
 
 
+class Settings(Protocol):
+    """Part of `settings.ProcessorSettings` that families read."""
+
+    @property
+    def fields(self) -> dict[str, Any]: ...
+    @property
+    def patch_size(self) -> int: ...
+    @property
+    def merge(self) -> int: ...
+
+
 class Family(Protocol):
     PROCESSORS: dict[str, str]
     DEFAULTS: dict[str, dict[str, Any]]
@@ -67,12 +75,12 @@ class Family(Protocol):
     def modernize(self, fields: dict[str, Any]) -> dict[str, Any]: ...
     def fit(self, patch_size: int, merge: int) -> dict[str, Any]: ...
     def pads(self, fields: Mapping[str, Any]) -> bool: ...
-    def problem(self, settings: ProcessorSettings) -> str: ...
-    def refusal(self, settings: ProcessorSettings, width: int, height: int) -> str: ...
-    def token_grid(self, settings: ProcessorSettings, width: int, height: int) -> Grid: ...
-    def largest_grid(self, settings: ProcessorSettings) -> Grid: ...
+    def problem(self, settings: Settings) -> str: ...
+    def refusal(self, settings: Settings, width: int, height: int) -> str: ...
+    def token_grid(self, settings: Settings, width: int, height: int) -> Grid: ...
+    def largest_grid(self, settings: Settings) -> Grid: ...
     def pack(
-        self, settings: ProcessorSettings, outputs: Mapping[str, np.ndarray]
+        self, settings: Settings, outputs: Mapping[str, np.ndarray]
     ) -> tuple[tuple[int, ...], np.ndarray]: ...
 
 

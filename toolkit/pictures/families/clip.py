@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, Grid, as_bytes, in_squares
-
-if TYPE_CHECKING:
-    from toolkit.pictures.settings import ProcessorSettings
+from toolkit.pictures.families import (
+    CLIP,
+    COMMON_OPTIONS,
+    INTEGERS,
+    Grid,
+    Settings,
+    as_bytes,
+    in_squares,
+)
 
 PROCESSORS = {"CLIPImageProcessor": "clip"}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -47,29 +52,29 @@ def pads(fields: Mapping[str, Any]) -> bool:
     return bool(fields.get("do_pad") and fields.get("pad_size"))
 
 
-def problem(settings: ProcessorSettings) -> str:
-    if settings.sends_floats:
+def problem(settings: Settings) -> str:
+    if pads(settings.fields):
         return "tk does not support do_pad with pad_size"
     if _sides(settings) is None:
         return "pictures must have one size: that of do_center_crop, or a height and a width"
     return ""
 
 
-def refusal(settings: ProcessorSettings, width: int, height: int) -> str:
+def refusal(settings: Settings, width: int, height: int) -> str:
     return ""
 
 
-def token_grid(settings: ProcessorSettings, width: int, height: int) -> Grid:
+def token_grid(settings: Settings, width: int, height: int) -> Grid:
     return largest_grid(settings)
 
 
-def largest_grid(settings: ProcessorSettings) -> Grid:
+def largest_grid(settings: Settings) -> Grid:
     sides, side = _sides(settings), settings.patch_size * settings.merge
     assert sides is not None, "`problem` was asked"
     return sides[0] // side, sides[1] // side
 
 
-def _sides(settings: ProcessorSettings) -> tuple[int, int] | None:
+def _sides(settings: Settings) -> tuple[int, int] | None:
     """Return height and width of every picture; None if they depend on the picture."""
     fields = settings.fields
     if fields.get("do_center_crop"):
@@ -81,7 +86,7 @@ def _sides(settings: ProcessorSettings) -> tuple[int, int] | None:
 
 
 def pack(
-    settings: ProcessorSettings, outputs: Mapping[str, np.ndarray]
+    settings: Settings, outputs: Mapping[str, np.ndarray]
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """Return ((rows, columns) of patches, [patches, channels * patch * patch])."""
     (values,) = outputs["pixel_values"]

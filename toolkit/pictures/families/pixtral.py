@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, Grid
+from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, Grid, Settings
 from toolkit.pictures.families.clip import pack
-
-if TYPE_CHECKING:
-    from toolkit.pictures.settings import ProcessorSettings
 
 __all__ = [
     "ARGUMENTS",
@@ -50,7 +47,7 @@ def pads(fields: Mapping[str, Any]) -> bool:
     return False
 
 
-def problem(settings: ProcessorSettings) -> str:
+def problem(settings: Settings) -> str:
     fields = settings.fields
     if not fields.get("do_resize", True) or fields.get("do_center_crop"):
         return "pictures must be resized, and not cropped"
@@ -59,7 +56,7 @@ def problem(settings: ProcessorSettings) -> str:
     return ""
 
 
-def refusal(settings: ProcessorSettings, width: int, height: int) -> str:
+def refusal(settings: Settings, width: int, height: int) -> str:
     if all(token_grid(settings, width, height)):
         return ""
     return (
@@ -68,7 +65,7 @@ def refusal(settings: ProcessorSettings, width: int, height: int) -> str:
     )
 
 
-def token_grid(settings: ProcessorSettings, width: int, height: int) -> Grid:
+def token_grid(settings: Settings, width: int, height: int) -> Grid:
     """Shrink to the largest size. Round up to multiples of a token's side.
 
     As `get_resize_output_image_size` of Transformers' pixtral."""
@@ -80,13 +77,13 @@ def token_grid(settings: ProcessorSettings, width: int, height: int) -> Grid:
     return -(-height // side), -(-width // side)
 
 
-def largest_grid(settings: ProcessorSettings) -> Grid:
+def largest_grid(settings: Settings) -> Grid:
     most, side = _most(settings), settings.patch_size * settings.merge
     assert most is not None, "`problem` was asked"
     return -(-most[0] // side), -(-most[1] // side)
 
 
-def _most(settings: ProcessorSettings) -> tuple[int, int] | None:
+def _most(settings: Settings) -> tuple[int, int] | None:
     """Return the largest height and width; None if the settings have none."""
     size = settings.fields["size"]
     size = size if isinstance(size, dict) else {}

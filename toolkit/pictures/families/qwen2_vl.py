@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, Grid, as_bytes, in_squares
-
-if TYPE_CHECKING:
-    from toolkit.pictures.settings import ProcessorSettings
+from toolkit.pictures.families import (
+    CLIP,
+    COMMON_OPTIONS,
+    INTEGERS,
+    Grid,
+    Settings,
+    as_bytes,
+    in_squares,
+)
 
 PROCESSORS = {"Qwen2VLImageProcessor": "qwen2_vl"}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -51,14 +56,14 @@ def pads(fields: Mapping[str, Any]) -> bool:
     return False
 
 
-def problem(settings: ProcessorSettings) -> str:
+def problem(settings: Settings) -> str:
     given, wanted = _sides(settings), (settings.patch_size, settings.merge)
     if given == wanted:
         return ""
     return f"patch_size and merge_size are {given}, and those of the tower {wanted}"
 
 
-def refusal(settings: ProcessorSettings, width: int, height: int) -> str:
+def refusal(settings: Settings, width: int, height: int) -> str:
     if max(width, height) <= MAX_RATIO * min(width, height):
         return ""
     return (
@@ -78,7 +83,7 @@ def patchify(
     return in_squares(image, patch_size, merge_size), rows, columns
 
 
-def token_grid(settings: ProcessorSettings, width: int, height: int) -> Grid:
+def token_grid(settings: Settings, width: int, height: int) -> Grid:
     """Resize to multiples of a token's side, within the fewest and the most pixels.
 
     As `smart_resize` of Transformers' qwen2_vl."""
@@ -94,13 +99,13 @@ def token_grid(settings: ProcessorSettings, width: int, height: int) -> Grid:
     return rows, columns
 
 
-def largest_grid(settings: ProcessorSettings) -> Grid:
+def largest_grid(settings: Settings) -> Grid:
     side, fewest, most = _limits(settings)
     rows = max(1, math.isqrt(max(fewest, most) // side**2))
     return rows, max(1, max(fewest, most) // side**2 // rows)
 
 
-def _limits(settings: ProcessorSettings) -> tuple[int, int, int]:
+def _limits(settings: Settings) -> tuple[int, int, int]:
     """Return (pixels of a token's side, fewest and most pixels of a picture)."""
     patch_size, merge = _sides(settings)
     size = settings.fields.get("size") or {}
@@ -108,12 +113,12 @@ def _limits(settings: ProcessorSettings) -> tuple[int, int, int]:
     return patch_size * merge, fewest, most
 
 
-def _sides(settings: ProcessorSettings) -> tuple[int, int]:
+def _sides(settings: Settings) -> tuple[int, int]:
     return settings.fields.get("patch_size", 14), settings.fields.get("merge_size", 2)
 
 
 def pack(
-    settings: ProcessorSettings, outputs: Mapping[str, np.ndarray]
+    settings: Settings, outputs: Mapping[str, np.ndarray]
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """Return ((1, rows, columns), [patches, channels * patch * patch])."""
     (grid,) = outputs["image_grid_thw"]
