@@ -202,10 +202,64 @@ def save(name: str, folder: Path, *, is_published: bool = True, is_loud: bool = 
     return folder
 
 
-def answer(name: str, asked: Asked) -> list[int]:
+def answer(name: str, asked: Asked, *, is_adapted: bool = False) -> list[int]:
     """Return Transformers' greedy tokens after a prompt."""
     query = f"pictures {_digest([asked.token_ids, asked.pictures, _settings(name)])}"
-    return reference(name).tokens(query, lambda model: _generate(model, name, asked), COUNT)
+    model = reference(name)
+    if is_adapted:
+        family, settings, _ = MODELS[name]
+        model = checkpoints.make_model(family, settings).changed(adapted)
+    return model.tokens(query, lambda model: _generate(model, name, asked), COUNT)
+
+
+def logprobs(name: str, asked: Asked, tokens: Sequence[int]) -> list[float]:
+    """Return Transformers' log-probabilities of tokens after a prompt."""
+    query = f"logprobs {_digest([asked.token_ids, asked.pictures, list(tokens), _settings(name)])}"
+
+    def compute(model: Any) -> torch.Tensor:
+        inputs, token_ids = _INPUTS[MODELS[name][0]](asked, name)
+        ids = torch.tensor([[*token_ids, *tokens]])
+        kinds = {"mm_token_type_ids": (ids == PICTURE).int()} if "Qwen" in MODELS[name][0] else {}
+        with torch.no_grad():
+            logits = model(ids, attention_mask=torch.ones_like(ids), **inputs, **kinds).logits[0]
+        chosen = logits[len(token_ids) - 1 : -1].float().log_softmax(-1)
+        return chosen.gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
+
+    return reference(name).tensor(query, compute).tolist()
+
+
+def adapted(model: torch.nn.Module) -> None:
+    """Change the model as `louder`, and as the adapter of `save_adapter`."""
+    louder(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("language_model.layers.1.self_attn.q_proj.weight"):
+            a, b = _factors(*parameter.shape)
+            parameter.data += 2.0 * (b @ a)
+
+
+def save_adapter(folder: Path) -> Path:
+    """Write a LoRA adapter of rank 2 that changes one layer's queries."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["layers.1.self_attn.q_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
+    a, b = _factors(32, 32)
+    tensors = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _factors(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = np.random.RandomState(5)
+    a, b = random.standard_normal((2, columns)), random.standard_normal((rows, 2))
+    return torch.from_numpy(a).float(), torch.from_numpy(b).float()
 
 
 def rows(name: str, pictures: Sequence[int]) -> torch.Tensor:
