@@ -39,6 +39,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    last_key: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from packed queries to their requests' cached keys and values, in fp32.
 
@@ -49,6 +50,10 @@ def paged_attention(
     * tanh(logits / cap) (Gemma 2, arXiv:2408.00118). `sinks`, fp32 `[num_heads]`, are logits that
     join each softmax without a value (gpt-oss; Xiao et al., arXiv:2309.17453). Head h reads KV head
     `h // (num_heads // num_kv_heads)`.
+
+    `last_key`, int32 `[num_tokens]`, is the position up to which each query sees: its own or a
+    later one in the cache, never before that of the request's query ahead of it. The window still
+    begins `sliding_window - 1` before the query itself (Gemma 3's pictures, as in Transformers).
 
     Returns `[num_tokens, num_heads, head_size]` in q's dtype. Tokens past the last request are 0.
     """
@@ -73,7 +78,8 @@ def paged_attention(
         logits = torch.einsum("qhgd,khd->hgqk", queries, k) * scale
         if soft_cap:
             logits = soft_cap * torch.tanh(logits / soft_cap)
-        visible = key_pos <= query_pos[:, None]
+        last = query_pos if last_key is None else last_key[first_token:last_token]
+        visible = key_pos <= last[:, None]
         if sliding_window:
             visible &= key_pos > query_pos[:, None] - sliding_window
         logits = logits.masked_fill(~visible, -torch.inf)

@@ -240,6 +240,12 @@ class Attention {
     return step_.seq_lens[request] - query_len(request) + row / group_;
   }
 
+  // Returns the position of the last key that a row sees. It grows with the row.
+  int64_t last_visible(int64_t request, int64_t row) const {
+    if (!step_.last_key) return position(request, row);
+    return step_.last_key[step_.query_start_loc[request] + row / group_];
+  }
+
   int64_t first_visible(int64_t position) const {
     return layer_.sliding_window ? larger(0, position - layer_.sliding_window + 1) : 0;
   }
@@ -271,7 +277,7 @@ class Attention {
           item.first_row = row;
           item.num_rows = smaller(max_rows, num_rows - row);
           item.first_key = first_visible(position(request, row));
-          item.num_keys = position(request, row + item.num_rows - 1) + 1 - item.first_key;
+          item.num_keys = last_visible(request, row + item.num_rows - 1) + 1 - item.first_key;
           cut(item, share, max_rows);
         }
       }
@@ -309,7 +315,8 @@ class Attention {
     alignas(64) float sums[kState] = {};  // [.., padded]
     alignas(64) float maximum[kMaxRows];
     alignas(64) float total[kMaxRows] = {};
-    alignas(64) int32_t own[kMaxRows];  // positions, for many rows
+    alignas(64) int32_t own[kMaxRows];   // positions, for many rows
+    alignas(64) int32_t last[kMaxRows];  // and those of the last keys that they see
   };
 
   static bool is_across(const Item& item) { return item.num_rows > kFewRows; }
@@ -356,8 +363,9 @@ class Attention {
       }
     }
     for (int64_t r = 0; r < kMaxRows; ++r) {
-      state.own[r] = static_cast<int32_t>(
-          position(item.request, item.first_row + smaller(r, item.num_rows - 1)));
+      const int64_t row = item.first_row + smaller(r, item.num_rows - 1);
+      state.own[r] = static_cast<int32_t>(position(item.request, row));
+      state.last[r] = static_cast<int32_t>(last_visible(item.request, row));
     }
   }
 
@@ -452,10 +460,12 @@ class Attention {
       for (int64_t key = 0; key < count; ++key) prefetch(values[kKeys + key] + offset, padded_);
     }
     for (int64_t r = 0; r < item.num_rows; ++r) {
-      const int64_t own = position(item.request, item.first_row + r), tile = item.first_key + first;
-      rescale(sums + r * padded_, to_weights(logits + r * kKeys, first_visible(own) - tile,
-                                             smaller(count, own + 1 - tile), layer_.soft_cap,
-                                             state.maximum[start + r], state.total[start + r]));
+      const int64_t row = item.first_row + r, tile = item.first_key + first,
+                    from = first_visible(position(item.request, row)) - tile,
+                    to = last_visible(item.request, row) + 1 - tile;
+      rescale(sums + r * padded_,
+              to_weights(logits + r * kKeys, from, smaller(count, to), layer_.soft_cap,
+                         state.maximum[start + r], state.total[start + r]));
     }
     add_rows({logits, kKeys, 1}, values, offset, count, sums, 0, item.num_rows);
   }
@@ -467,14 +477,15 @@ class Attention {
     const int32_t tile = static_cast<int32_t>(item.first_key + first),
                   window = static_cast<int32_t>(layer_.sliding_window);
     int64_t begin = 0;  // rows before it see no key of the tile
-    while (begin + kLanes < lanes && state.own[begin + kLanes - 1] < tile) begin += kLanes;
+    while (begin + kLanes < lanes && state.last[begin + kLanes - 1] < tile) begin += kLanes;
     multiply_across(state.q, keys, offset, size_, begin, lanes, logits);
     for (int64_t r = begin; r < lanes; r += kLanes) {
-      IntVec own;
+      IntVec own, last;
       std::memcpy(&own, state.own + r, sizeof own);
-      const IntVec behind = own - tile + 1,
+      std::memcpy(&last, state.last + r, sizeof last);
+      const IntVec behind = last - tile + 1,
                    to = behind < (int32_t)count ? behind : IntVec{} + (int32_t)count;
-      const IntVec from = window ? behind - window : IntVec{};
+      const IntVec from = window ? own - tile + 1 - window : IntVec{};
       float factors[kLanes];
       store(factors, to_weights(logits + r, lanes, from, to, layer_.soft_cap, state.maximum + r,
                                 state.total + r));

@@ -17,5 +17,6 @@ struct AttentionLayer {
 struct AttentionStep {
   const int64_t* slot_mapping;
   const int32_t *query_start_loc, *seq_lens, *rows, *block_table;
+  const int32_t* last_key;  // [num_tokens], position of the last key that each sees; null: its own
   int64_t max_blocks, num_reqs, num_tokens;
 };

@@ -32,7 +32,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("slot_mapping", "query_start_loc", "seq_lens")),
-        *((name, POINTER) for name in ("rows", "block_table")),
+        *((name, POINTER) for name in ("rows", "block_table", "last_key")),
         *((name, SIZE) for name in ("max_blocks", "num_reqs", "num_tokens")),
     ]
 
@@ -41,7 +41,8 @@ class AttentionStep:
     """A step's tokens and requests, as in `toolkit.attention.AttentionBatch`, for all layers.
 
     slot_mapping: int64 `[num_tokens]`; query_start_loc `[num_reqs + 1]`, seq_lens and rows
-    `[num_reqs]`, block_table `[num_rows, max_blocks]`: int32. Raises ValueError for others."""
+    `[num_reqs]`, block_table `[num_rows, max_blocks]`, last_key `[num_tokens]`: int32. Raises
+    ValueError for others."""
 
     def __init__(
         self,
@@ -50,23 +51,27 @@ class AttentionStep:
         seq_lens: torch.Tensor,
         rows: torch.Tensor,
         block_table: torch.Tensor,
+        last_key: torch.Tensor | None = None,
     ) -> None:
-        tensors = (slot_mapping, query_start_loc, seq_lens, rows, block_table)
+        tensors = [slot_mapping, query_start_loc, seq_lens, rows, block_table]
+        tensors += [] if last_key is None else [last_key]
         self.num_tokens, num_reqs = len(slot_mapping), len(seq_lens)
-        if [tensor.dtype for tensor in tensors] != [torch.int64] + [torch.int32] * 4:
+        if [t.dtype for t in tensors] != [torch.int64] + [torch.int32] * (len(tensors) - 1):
             raise ValueError(
-                "a step's tensors must be one of int64, then four of int32, not "
+                "a step's tensors must be one of int64, then others of int32, not "
                 f"{[t.dtype for t in tensors]}"
             )
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a step's tensors must be contiguous")
-        if (len(query_start_loc), len(rows)) != (num_reqs + 1, num_reqs):
+        num_keys = self.num_tokens if last_key is None else len(last_key)
+        if (len(query_start_loc), len(rows), num_keys) != (num_reqs + 1, num_reqs, self.num_tokens):
             raise ValueError(
                 f"a step's lengths do not agree: {[len(tensor) for tensor in tensors]}"
             )
         self._tensors = tensors  # keeps them alive: the structure has only their addresses
         self._step = _Step(
-            *(tensor.data_ptr() for tensor in tensors),
+            *(tensor.data_ptr() for tensor in tensors[:5]),
+            None if last_key is None else last_key.data_ptr(),
             block_table.shape[1],
             num_reqs,
             self.num_tokens,

@@ -16,8 +16,10 @@ BLOCK_SIZE = 16
 MIXED = [(1, 40), (20, 20), (7, 60), (1, 1)]
 
 
-def make_batch(lens: list[tuple[int, int]], rope: tuple[torch.Tensor, ...] = ()) -> AttentionBatch:
-    """`rope`: tables by position."""
+def make_batch(
+    lens: list[tuple[int, int]], rope: tuple[torch.Tensor, ...] = (), *, both_ways: bool = False
+) -> AttentionBatch:
+    """`rope`: tables by position; both_ways: tokens see the others of their eight positions."""
     queries, contexts = np.array(lens, np.int32).T.copy()
     blocks = -(-contexts // BLOCK_SIZE)
     table = torch.zeros(len(lens), int(blocks.max()), dtype=torch.int32)
@@ -38,6 +40,9 @@ def make_batch(lens: list[tuple[int, int]], rope: tuple[torch.Tensor, ...] = ())
         max_query_len=int(queries.max()),
         max_seq_len=int(contexts.max()),
         rope=tuple(table[positions] for table in rope),
+        last_key=torch.from_numpy(contexts)[request].sub(1).minimum(positions | 7).int()
+        if both_ways
+        else None,
     )
 
 
@@ -47,6 +52,8 @@ def assert_equals_reference(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
     tolerance: float = 1e-4,
+    *,
+    both_ways: bool = False,
 ) -> None:
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     batch = make_batch(MIXED)
@@ -62,7 +69,7 @@ def assert_equals_reference(
         for layer in range(2):
             found = []
             for backend, cache in backends:
-                step = make_batch(MIXED, tables)
+                step = make_batch(MIXED, tables, both_ways=both_ways)
                 step.block_table, step.slot_mapping = batch.block_table, batch.slot_mapping
                 own = Attention(shape, transform)
                 own.bind(*cache[layer])
@@ -123,6 +130,14 @@ def test_cpu_backend_caps_logits() -> None:
     shape = AttentionShape(4, 1, 80, 1.0, sliding_window=11, soft_cap=20.0)
     assert_equals_reference(shape, normed(80, torch.bfloat16), torch.bfloat16, tolerance=6e-2)
     assert_equals_reference(shape, normed(80), cache_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_cpu_backend_shows_later_keys(soft_cap: float) -> None:
+    for window in (0, 4, 11):
+        shape = AttentionShape(4, 2, 32, 0.2, sliding_window=window, soft_cap=soft_cap)
+        assert_equals_reference(shape, normed(32), both_ways=True)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -17,7 +17,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
 from toolkit.kernels.triton.attention.attention_hopper import SWIZZLED, hopper_prefill_kernel
-from toolkit.kernels.triton.attention.attention_kernels import decode_kernel, merge_kernel
+from toolkit.kernels.triton.attention.attention_kernels import (
+    decode_kernel,
+    merge_kernel,
+    prefill_kernel,
+)
 from toolkit.kernels.triton.attention.rotary import _qk_norm_rope_write_kernel, _rotate_kernel
 from toolkit.kernels.triton.attention.windows import _short_kernel
 from toolkit.kernels.triton.embedding import _place_kernel
@@ -417,6 +421,11 @@ def main() -> None:
     several = split | {"QUERIES": 5, "ROWS": 32, "SLIDING": True}
     most = several | {"QUERIES": 16, "GROUP": 8, "ROWS": 128}
     compile_kernel("decode, most drafts", decode_kernel, DECODE_TYPES, DECODE | plain | most, 8, 3)
+    prompts = DECODE_TYPES | {"last_key_ptr": "*i32"}
+    gemma = {"HEAD_SIZE": 256, "HEAD_PAD": 256, "GROUP": 2, "KV_HEADS": 4, "BLOCK_SIZE": 16}
+    gemma |= {"TOKENS": 32, "ROWS": 64, "KEYS": 32, "SLIDING": True, "CAPPED": False}
+    gemma |= {"INDIRECT": True, "sinks_ptr": None}
+    compile_kernel("prompts both ways", prefill_kernel, prompts, gemma, 4, 3)
     merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True, "QUERIES": 1}
     compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
     compile_hopper("prefill on Hopper", 16, 4, "bf16")

@@ -133,24 +133,38 @@ def layer_of(k: torch.Tensor, v: torch.Tensor, options: dict[str, float]) -> Att
     return layer
 
 
-@pytest.mark.parametrize("shape_options", [{}, {"sliding_window": 7}, {"soft_cap": 2.0}])
-@pytest.mark.parametrize("cute", [True, False], ids=["flash-attn-4", "flash-attn 2"])
-def test_flash_attn_gets_the_prompts_and_their_pages(monkeypatch, cute, shape_options):
+@pytest.fixture(params=[True, False], ids=["flash-attn-4", "flash-attn 2"])
+def flash(monkeypatch, request) -> FlashBackend:
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
     package.flash_attn_varlen_func, interface.flash_attn_varlen_func = flash_2, flash_4
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", interface)
-    monkeypatch.setattr(flash_module, "_prefers_cute", lambda device: cute)
+    monkeypatch.setattr(flash_module, "_prefers_cute", lambda device: request.param)
     monkeypatch.setattr(
         "toolkit.attention.triton.triton_kernels_for", lambda device: TritonKernels()
     )
-    cpu = torch.device("cpu")
+    return FlashBackend(torch.device("cpu"))
+
+
+def assert_attends(flash: FlashBackend, batch: AttentionBatch, q, layer: Attention) -> None:
+    expected = TorchBackend(torch.device("cpu")).attend(layer, q, batch)
+    torch.testing.assert_close(flash.attend(layer, q, batch), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape_options", [{}, {"sliding_window": 7}, {"soft_cap": 2.0}])
+def test_flash_attn_gets_the_prompts_and_their_pages(flash, shape_options):
     q, k, v, batch = a_step()
-    layer = layer_of(k, v, shape_options)
-    expected = TorchBackend(cpu).attend(layer, q, batch)
-    torch.testing.assert_close(
-        FlashBackend(cpu).attend(layer, q, batch), expected, rtol=1e-4, atol=1e-5
-    )
+    assert_attends(flash, batch, q, layer_of(k, v, shape_options))
+
+
+@pytest.mark.usefixtures("triton_runs")
+def test_tokens_that_see_later_ones_take_our_kernel(flash, monkeypatch):
+    monkeypatch.setattr(flash, "_flash", None)
+    q, k, v, batch = a_step()
+    lasts = [torch.arange(context - queries, context) | 3 for queries, context in LENS]
+    bounds = [one.clamp(max=context - 1) for one, (_, context) in zip(lasts, LENS, strict=True)]
+    batch.last_key = torch.cat(bounds).int()
+    assert_attends(flash, batch, q, layer_of(k, v, {"sliding_window": 7}))
 
 
 @pytest.mark.parametrize(

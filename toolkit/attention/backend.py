@@ -45,6 +45,11 @@ class AttentionBatch:
     The last layer skips the others after attention."""
     when_kept: Callable[[], None] | None = None
     """Is called when only the `wanted` tokens are left: products that follow have no others."""
+    last_key: torch.Tensor | None = None
+    """[num_tokens], position of the last key that each token sees; None: its own.
+
+    It is no earlier than its own, nor than that of the request's token before it, and in the cache
+    after this step. Without prompts (`verifies`, `max_query_len` 1) each token's is its own."""
     state_reads: torch.Tensor | None = None
     """[num_reqs], slot of each request's state. None: the model has no memory of rows."""
     state_writes: torch.Tensor | None = None  # [num_reqs], slot of its state after the step
@@ -156,7 +161,7 @@ class AttentionBackend(abc.ABC):
     def attend(
         self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """Return causal attention over the requests' cached tokens.
+        """Return attention over the requests' cached tokens: causal, or up to `last_key`.
 
         query, and the result: [num_tokens, num_heads, head_size]."""
 

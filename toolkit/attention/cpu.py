@@ -26,6 +26,7 @@ class _Part:
 
     queries: slice  # of the step's tokens
     keys: slice  # of the gathered tokens
+    last_key: torch.Tensor | None  # [query_len], last of its keys that each query sees
     is_causal: bool  # True if the queries are the whole context
     mask: torch.Tensor | None  # [query_len, key_len], True where visible; None: not needed
 
@@ -109,6 +110,7 @@ def _step(batch: AttentionBatch) -> AttentionStep:
             batch.seq_lens,
             batch.rows,
             batch.block_table,
+            batch.last_key,
         )
     return step
 
@@ -136,7 +138,7 @@ def _gathered(
             values[part.keys].transpose(0, 1),
         )
         if shape.soft_cap or shape.sinks is not None:
-            out[part.queries] = _plain(q, k, v, shape)
+            out[part.queries] = _plain(q, k, v, shape, part.last_key)
         elif len(q) == 1:
             # One query token: the heads that share a KV head become rows of one matrix.
             rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
@@ -157,12 +159,16 @@ def _gathered(
 
 
 def _plain(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    shape: AttentionShape,
+    last_key: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return one request's attention, head by head: the logits take much memory.
 
     query: [query_len, num_heads, head_size]; keys, values: [num_kv_heads, key_len, head_size]."""
-    hidden = ~_mask(len(query), keys.shape[1], shape.sliding_window)
+    hidden = ~_mask(len(query), keys.shape[1], shape.sliding_window, last_key)
     out = torch.empty(query.shape)
     group = shape.num_heads // shape.num_kv_heads
     for head in range(shape.num_heads):
@@ -191,13 +197,18 @@ def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
             + positions % block_size
         )
         key_len = context_len - first_key
-        is_masked = query_len > 1 and (query_len < key_len or 0 < window < key_len)
+        queries = slice(query_start, query_start + query_len)
+        last_key = None if batch.last_key is None else batch.last_key[queries] - first_key
+        is_masked = query_len > 1 and (
+            last_key is not None or query_len < key_len or 0 < window < key_len
+        )
         parts.append(
             _Part(
-                queries=slice(query_start, query_start + query_len),
+                queries=queries,
                 keys=slice(key_start, key_start + key_len),
+                last_key=last_key,
                 is_causal=query_len > 1 and not is_masked,
-                mask=_mask(query_len, key_len, window) if is_masked else None,
+                mask=_mask(query_len, key_len, window, last_key) if is_masked else None,
             )
         )
         query_start += query_len
@@ -205,8 +216,10 @@ def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
     return _Plan(torch.from_numpy(np.concatenate(slots)), parts)
 
 
-def _mask(query_len: int, key_len: int, window: int) -> torch.Tensor:
-    """Return the causal mask of the last `query_len` of `key_len` positions, within the window."""
-    distance = torch.arange(key_len - query_len, key_len)[:, None] - torch.arange(key_len)[None, :]
-    visible = distance >= 0
-    return visible & (distance < window) if window else visible
+def _mask(query_len: int, key_len: int, window: int, last_key: torch.Tensor | None) -> torch.Tensor:
+    """Return the mask of the last `query_len` of `key_len` positions, within the window.
+
+    last_key: [query_len], last position that each sees; None: its own."""
+    own, keys = torch.arange(key_len - query_len, key_len)[:, None], torch.arange(key_len)
+    visible = keys <= (own if last_key is None else last_key[:, None])
+    return visible & (keys > own - window) if window else visible

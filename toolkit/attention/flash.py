@@ -17,7 +17,7 @@ class FlashBackend(TritonBackend):
 
     Both read the paged cache by block tables. Decode steps use our kernel: it comes closer to the
     memory bandwidth, and flash-attn 4 does not split the keys of a request on Hopper. Layers with
-    sinks use our kernels."""
+    sinks, and steps with tokens that see later ones, use our kernels."""
 
     name = "flash"
     supports_fp8 = False
@@ -65,7 +65,8 @@ class FlashBackend(TritonBackend):
         self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
         shape = layer.shape
-        if batch.max_query_len == 1 or batch.verifies or shape.sinks is not None:
+        is_decode = batch.max_query_len == 1 or batch.verifies
+        if is_decode or shape.sinks is not None or batch.last_key is not None:
             return super().attend(layer, query, batch)
         options = {
             "softmax_scale": shape.scale,

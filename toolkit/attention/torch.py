@@ -42,4 +42,5 @@ class TorchBackend(AttentionBackend):
             sliding_window=layer.shape.sliding_window,
             soft_cap=layer.shape.soft_cap,
             sinks=layer.shape.sinks,
+            last_key=batch.last_key,
         )

@@ -86,5 +86,6 @@ class TritonBackend(AttentionBackend):
             sliding_window=layer.shape.sliding_window,
             soft_cap=layer.shape.soft_cap,
             sinks=layer.shape.sinks,
+            last_key=batch.last_key,
             is_decode=batch.verifies,
         )

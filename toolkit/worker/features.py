@@ -67,17 +67,21 @@ class FeatureRequests:
         device: torch.device,
         *,
         has_axes: bool,
+        both_ways: bool,
         table: FeatureTable | None,
     ) -> None:
-        """has_axes: tokens of features have positions on several axes."""
-        self.table, self._has_axes, self._device = table, has_axes, device
+        """has_axes: tokens of features have positions on several axes; both_ways: they may see each
+        other."""
+        self.table, self._has_axes, self._both_ways = table, has_axes, both_ways
+        self._device = device
         self._features: dict[int, tuple[Feature, ...]] = {}  # by row
         self._axes: dict[int, Ints] = {}  # positions of the tokens up to the last feature's end
         self._ends = np.zeros(num_rows, np.int64)
         """Positions after the last feature's last token, by row."""
-        shape = 1 + 3 * has_axes, max_tokens
+        shape = 1 + 3 * has_axes + both_ways, max_tokens
         self._inputs = torch.full(shape, -1, dtype=torch.int32, device=device)
-        """Rows of the table, and positions on three axes; -1: the token has none of its own."""
+        """Rows of the table, positions on three axes, and that of a run's last token; -1: the token
+        has none of its own."""
         self._is_empty = True
 
     def apply(self, step: SchedulerOutput) -> None:
@@ -112,7 +116,9 @@ class FeatureRequests:
                 self._add_places(inputs[0], self.table, row, (first, last), offset)
             if self._has_axes:
                 found = self._axes[row][:, first:last]
-                inputs[1:, offset + first : offset + first + found.shape[1]] = found
+                inputs[1:4, offset + first : offset + first + found.shape[1]] = found
+            if self._both_ways:
+                self._add_last(inputs[-1], row, (first, last), offset)
         self._inputs.copy_(to_device(torch.from_numpy(inputs), self._device), non_blocking=True)
         self._is_empty = False
         return True
@@ -129,6 +135,15 @@ class FeatureRequests:
                     inputs[found + offset] = table.places(feature.digest, found - begin + done)
                 done += count
 
+    def _add_last(self, inputs: Ints, row: int, span: tuple[int, int], offset: int) -> None:
+        """Set the positions of the last tokens that a request's tokens of these positions see."""
+        for feature in self._features[row]:
+            for begin, count in feature.runs if feature.both_ways else ():
+                first, end = max(begin, span[0]), min(begin + count, span[1])
+                if first < end:
+                    assert end == begin + count, "a step computes all of a run"
+                    inputs[first + offset : end + offset] = end - 1
+
     def place(self, batch: AttentionBatch) -> None:
         """Add the inputs to a step's other ones."""
         num_tokens = len(batch.positions)
@@ -137,5 +152,7 @@ class FeatureRequests:
             batch.features = FeatureRows(inputs[0], self.table.rows)
         if self._has_axes:
             assert batch.rope_positions is not None, "the model has positions on several axes"
-            own = inputs[1:]
+            own = inputs[1:4]
             batch.rope_positions = torch.where(own < 0, batch.rope_positions, own)
+        if self._both_ways:
+            batch.last_key = torch.maximum(batch.positions, inputs[-1])

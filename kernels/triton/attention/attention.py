@@ -64,6 +64,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    last_key: Tensor | None = None,
     out: Tensor | None = None,
     is_decode: bool = False,
 ) -> Tensor:
@@ -81,7 +82,8 @@ def paged_attention(
     request without queries (padding) is skipped. Rows of `out` past the last request keep their
     values. is_decode: no request has a prompt; several queries then are a token and its drafts, and
     keys are split as for one. Each `max_query_len` has a kernel of its own. For order, in which
-    decode starts requests, see `decode_attention`.
+    decode starts requests, see `decode_attention`. last_key is for prompts: a request's only query
+    sees up to itself, as do all with is_decode.
 
     NOTE: on Hopper the kernels read everything but q and the cache before the kernel ahead of them
     ends (see `pdl`): it must be older.
@@ -90,7 +92,9 @@ def paged_attention(
     dimension, and K and V caches with different strides."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows, order)
+    batch = Batch(
+        q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows, order, last_key
+    )
     batch.check()
     logits = Logits(scale, sliding_window, soft_cap, sinks)
     splits = num_splits(batch, max_seq_len)
@@ -185,6 +189,7 @@ class Batch(NamedTuple):
     out: Tensor
     rows: Tensor | None = None  # each request's row in the block table; None: its index
     order: Tensor | None = None  # order in which requests start; None: by index
+    last_key: Tensor | None = None  # [num_tokens], last key that a prompt's token sees
 
     @property
     def num_reqs(self) -> int:
@@ -360,6 +365,7 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
     prefill_kernel[(num_tiles * batch.num_kv_heads,)](
         **batch.arguments(),
         **logits.arguments(),
+        last_key_ptr=batch.last_key,
         num_reqs=batch.num_reqs,
         KV_HEADS=batch.num_kv_heads,
         singles=int(singles),  # not every version of the interpreter accepts a bool
@@ -372,7 +378,7 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
 
 
 def _suits_hopper(batch: Batch, logits: Logits) -> bool:
-    """Return True if `attention_hopper` supports the call: plain attention of 16-bit heads of 128.
+    """Return True if `attention_hopper` supports the call: causal attention of 16-bit heads of 128.
 
     It copies pages as rows of one matrix, and the rest 16 bytes at a time, which Triton allows only
     if it knows that strides are divisible by 16."""
@@ -381,6 +387,7 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
     per_block, per_slot, per_head = cache.stride()[:3]
     return (
         _is_hopper(batch.q.device)
+        and batch.last_key is None
         and cache.dtype == batch.q.dtype
         and cache.dtype.itemsize == 2
         and head_size == 128

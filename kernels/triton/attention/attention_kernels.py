@@ -583,6 +583,7 @@ def prefill_kernel(
     table_ptr,
     row_ptr,
     sinks_ptr,
+    last_key_ptr,
     out_ptr,
     q_stride_token,
     q_stride_head,
@@ -611,7 +612,8 @@ def prefill_kernel(
 ):
     """Attend from a (tile of TOKENS queries, KV head).
 
-    A prompt's last tiles have the most keys and start first. `sinks_ptr` may be None."""
+    A prompt's last tiles have the most keys and start first. `sinks_ptr` and `last_key_ptr` may be
+    None."""
     kv_head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     request = _request_of_tile(query_start_ptr, tile, num_reqs, TOKENS)
@@ -634,6 +636,10 @@ def prefill_kernel(
     last_key = context + query
     first_key = last_key - window + 1
     end = context + tl.minimum(first_query + TOKENS, query_len)
+    if last_key_ptr is not None:
+        is_query = (query < query_len) & (row < TOKENS * GROUP)
+        last_key = tl.load(last_key_ptr + token, mask=is_query, other=0)
+        end = tl.max(last_key, 0) + 1
     k_ptr += kv_head.to(tl.int64) * kv_stride_head
     v_ptr += kv_head.to(tl.int64) * kv_stride_head
     table_ptr = _table_of(request.to(tl.int64), table_ptr, row_ptr, table_stride, INDIRECT)

@@ -41,18 +41,33 @@ class Case:
     window: int = 0
     cap: float = 0.0
     sinks: bool = False
+    runs: tuple[tuple[int, int, int], ...] = ()
+    """(request, first position, end) of tokens that see each other."""
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def options(self) -> dict[str, Any]:
         sinks = torch.linspace(-1, 3, self.heads, device=self.device) if self.sinks else None
-        return {
+        given = {
             "scale": self.head_size**-0.5,
             "sliding_window": self.window,
             "soft_cap": self.cap,
             "sinks": sinks,
         }
+        return given | ({"last_key": self.last_key} if self.runs else {})
+
+    @property
+    def last_key(self) -> Tensor:
+        """Return the position of the last key that each query sees."""
+        found = []
+        for request, (queries, context) in enumerate(self.lens):
+            last = torch.arange(context)
+            for own, begin, end in self.runs:
+                if own == request:
+                    last[begin:end] = end - 1
+            found.append(last[context - queries :])
+        return torch.cat(found).to(self.device, torch.int32)
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -172,6 +187,25 @@ def test_reference_equals_pytorch_on_unpaged_data(
             attn_mask=torch.tensor(seen),
             scale=case.options["scale"],
         )
+        expected.append(output.transpose(0, 1))
+    assert_close(reference.paged_attention(*inputs.arguments, **case.options), torch.cat(expected))
+
+
+@pytest.mark.parametrize("window", [0, 3, 8])
+def test_reference_sees_runs_both_ways(window: int):
+    case = Case(((9, 20), (6, 6)), runs=((0, 13, 18), (1, 0, 4)), window=window)
+    inputs, expected = make(case), []
+    for request, (queries, context) in enumerate(case.lens):
+        first, last = inputs.query_start_loc[request : request + 2].tolist()
+        _, begin, end = case.runs[request]
+        query = torch.arange(context - queries, context)[:, None]
+        key = torch.arange(context)
+        seen = (key <= query) | ((query >= begin) & (query < end) & (key >= begin) & (key < end))
+        if window:
+            seen &= key > query - window
+        q, k, v = inputs.q[first:last], inputs.keys[request], inputs.values[request]
+        parts = (x.transpose(0, 1) for x in (q, *(y.repeat_interleave(2, 1) for y in (k, v))))
+        output = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=case.options["scale"])
         expected.append(output.transpose(0, 1))
     assert_close(reference.paged_attention(*inputs.arguments, **case.options), torch.cat(expected))
 
@@ -307,6 +341,18 @@ def test_windows_caps_and_sinks(
 def test_prompts_around_tile_sizes(triton_attention, device, query_len, window):
     lens = ((query_len, query_len), (1, 70), (query_len, query_len + 71))
     check(triton_attention, Case(lens, heads=2, kv_heads=1, window=window), device)
+
+
+@pytest.mark.on_cpu("64-0-float32", "256-20-bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_runs_of_tokens_see_each_other(triton_attention, device, head_size, window, dtype):
+    """The runs begin and end within tiles, span some, and touch."""
+    lens = ((1, 50), (100, 140), (40, 40), (1, 33), (9, 9))
+    runs = ((1, 45, 58), (1, 58, 130), (2, 0, 40), (3, 20, 33), (4, 2, 5))
+    case = Case(lens, head_size=head_size, window=window, dtype=dtype, runs=runs)
+    check(triton_attention, case, device)
 
 
 def test_bounds_may_exceed_the_lengths(triton_attention, device):
@@ -536,6 +582,21 @@ def test_triton_tests_pass_in_a_new_process(triton_runs):
         ),
         Case(((300, 900), (1, 700)), heads=8, kv_heads=4, head_size=256, cap=50.0),
         Case(((257, 600), (64, 64)), heads=71, kv_heads=1, head_size=64),
+        Case(
+            ((400, 900), (1, 700), (300, 300)),
+            heads=8,
+            kv_heads=4,
+            head_size=256,
+            window=200,
+            runs=((0, 550, 806), (2, 10, 266)),
+        ),
+        Case(
+            ((400, 900), (1, 700), (300, 300)),
+            heads=16,
+            kv_heads=8,
+            head_size=128,
+            runs=((0, 550, 806), (2, 10, 266)),
+        ),
     ],
     ids=str,
 )

@@ -47,13 +47,13 @@ class Case:
     seq_lens: Tensor
     rows: Tensor
     block_table: Tensor
+    last_key: Tensor | None = None
 
     @property
     def step(self) -> AttentionStep:
         slots = torch.zeros(len(self.q), dtype=torch.int64)  # unused
-        return AttentionStep(
-            slots, self.query_start_loc, self.seq_lens, self.rows, self.block_table
-        )
+        tensors = self.query_start_loc, self.seq_lens, self.rows, self.block_table
+        return AttentionStep(slots, *tensors, self.last_key)
 
     def ours(self, **options: Any) -> Tensor:
         layer = Layer(
@@ -72,6 +72,7 @@ class Case:
             self.query_start_loc,
             self.seq_lens,
             self.block_table[self.rows.long()],
+            last_key=self.last_key,
             **options,
         )
 
@@ -157,6 +158,27 @@ def test_sliding_windows_hide_earlier_keys(window: int, variant: str) -> None:
     with cpu.using(variant):
         for lens in LENS.values():
             assert_same(make_case(lens, (4, 2, 64), torch.float32), sliding_window=window)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.usefixtures("threads")
+def test_runs_of_tokens_see_each_other(heads: tuple[int, int, int], variant: str) -> None:
+    torch.manual_seed(0)
+    lens = [(40, 40), (1, 50), (200, 230), (3, 20), (1, 9)]
+    runs = [(2, 39), None, (60, 190), (17, 20), (5, 9)]  # first position and end
+    last_keys = []
+    for (queries, context), run in zip(lens, runs, strict=True):
+        last = torch.arange(context).int()
+        if run is not None:
+            last[slice(*run)] = run[1] - 1
+        last_keys.append(last[context - queries :])
+    with cpu.using(variant):
+        for dtype in DTYPES:
+            case = make_case(lens, heads, dtype)
+            case.last_key = torch.cat(last_keys)
+            assert_same(case)
+            assert_same(case, sliding_window=30, soft_cap=20.0)
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
@@ -246,6 +268,9 @@ def test_unsupported_inputs_are_errors() -> None:
     long, int_ = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="lengths"):
         AttentionStep(long, int_, int_, int_, int_[None])
+    starts = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="lengths"):
+        AttentionStep(long, starts, int_, int_, int_[None], starts)
 
 
 NORMS: list[dict[str, bool] | None] = [

@@ -32,6 +32,7 @@ class Sight:
 
     token_id: int  # stands for a row of a picture
     family: str  # module of `pictures.families`
+    both_ways: bool = False  # a picture's tokens see each other
 
 
 @cache

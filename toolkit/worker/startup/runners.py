@@ -62,6 +62,7 @@ class RunnerFactory:
         self._setup, self._model, self._processors = setup, model, processors
         self._adapters, self._drafter = adapters, drafter
         self._has_axes = sight is not None and bool(sight[0].sight.axes)
+        self._both_ways = sight is not None and sight[0].sight.both_ways
         self._sight, self._table = None if sight is None else sight[0], None
         if sight is not None and (tower := sight[1]) is not None:
             self._table = sight[0].table(tower, setup.device)
@@ -123,6 +124,7 @@ class RunnerFactory:
                 state.max_tokens,
                 setup.device,
                 has_axes=self._has_axes,
+                both_ways=self._both_ways,
                 table=self._table,
             )
         caches = [self._cache(self.layout, size, size.num_blocks)]

@@ -97,6 +97,7 @@ class TowerPlan:
             processor=self.processor,
             most_rows=self.most_rows,
             num_pages=self.num_pages,
+            both_ways=self.sight.both_ways,
         )
 
     def build(self, device: torch.device, dtype: torch.dtype) -> TowerModel:
