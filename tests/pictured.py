@@ -130,6 +130,24 @@ MODELS["qwen3-vl-moe"] = (
     },
     {"image_processor_type": "Qwen2VLImageProcessorFast"} | _PROCESSOR,
 )
+MODELS["gemma3"] = (
+    "Gemma3Seeing",
+    {
+        "text_config": _TEXT
+        | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 20,
+            "num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 36, "patch_size": 4,
+            "layer_norm_eps": 1e-3,
+        },
+        "mm_tokens_per_image": 9, "image_token_index": PICTURE, "boi_token_index": START,
+        "eoi_token_index": END, "tie_word_embeddings": False,
+    },
+    {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 36, "width": 36}}
+    | _PIXELS,
+)  # fmt: skip
+"""A picture has 9 tokens, more than a sliding window."""
 COUNT = 8  # tokens of an answer
 
 
@@ -174,8 +192,13 @@ def reference(name: str) -> Reference:
 def louder(model: torch.nn.Module) -> None:
     """Make the tower's parameters large, so that pictures change answers."""
     for name, parameter in model.named_parameters():
-        if is_of_tower(name) and parameter.dim() > 1:
+        if _is_loud(name, parameter):
             parameter.data *= 8
+
+
+def _is_loud(name: str, parameter: torch.Tensor) -> bool:
+    """Return True but for Gemma 3's projection: its rows would hardly change in the decoder."""
+    return is_of_tower(name) and parameter.dim() > 1 and "input_projection" not in name
 
 
 def save(name: str, folder: Path, *, is_published: bool = True, is_loud: bool = True) -> Path:
@@ -190,7 +213,7 @@ def save(name: str, folder: Path, *, is_published: bool = True, is_loud: bool = 
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for key, tensor in tensors.items():
-        if is_loud and is_of_tower(key) and tensor.dim() > 1:
+        if is_loud and _is_loud(key, tensor):
             tensor *= 8
         if is_published and key.endswith(("experts.gate_up_proj", "experts.down_proj")):
             tensors[key] = tensor.transpose(1, 2).contiguous()
@@ -262,6 +285,16 @@ def _factors(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(a).float(), torch.from_numpy(b).float()
 
 
+def causal_answer(name: str, asked: Asked) -> list[int]:
+    """Return what Transformers would answer if pictures' tokens did not see each other."""
+    query = f"causal {_digest([asked.token_ids, asked.pictures, _settings(name)])}"
+
+    def compute(model: Any) -> list[int]:
+        return _generate(model, name, asked, both_ways=False)
+
+    return reference(name).tokens(query, compute, COUNT)
+
+
 def rows(name: str, pictures: Sequence[int]) -> torch.Tensor:
     """Return Transformers' rows [num_rows, hidden] for pictures that are encoded together.
 
@@ -284,7 +317,7 @@ def _settings(name: str) -> dict[str, Any]:
     return {key: value for key, value in MODELS[name][2].items() if not key.endswith("_type")}
 
 
-def _generate(model: Any, name: str, asked: Asked) -> list[int]:
+def _generate(model: Any, name: str, asked: Asked, *, both_ways: bool = True) -> list[int]:
     inputs, token_ids = {}, asked.token_ids
     if asked.pictures:
         inputs, token_ids = _INPUTS[MODELS[name][0]](asked, name)
@@ -293,6 +326,8 @@ def _generate(model: Any, name: str, asked: Asked) -> list[int]:
     with torch.no_grad():
         if asked.pictures and "Qwen" in MODELS[name][0]:
             given["mm_token_type_ids"] = (ids == PICTURE).int()
+        if asked.pictures and both_ways and "Gemma" in MODELS[name][0]:
+            given["token_type_ids"] = (ids == PICTURE).int()
         out = model.generate(
             ids,
             max_new_tokens=COUNT,
@@ -354,10 +389,16 @@ def _llava_inputs(asked: Asked, name: str) -> Inputs:
     return inputs, _expanded(asked, [ids] * len(asked.pictures))
 
 
+def _gemma_inputs(asked: Asked, name: str) -> Inputs:
+    found = _processed("gemma3", "Gemma3ImageProcessor", asked, **_settings(name))
+    inputs = {"pixel_values": found["pixel_values"]}
+    return inputs, _expanded(asked, [[PICTURE] * 9] * len(asked.pictures))
+
+
 _INPUTS: dict[str, Callable[[Asked, str], Inputs]] = {
     "Qwen2VL": _qwen_inputs, "Qwen2_5_VL": _qwen_inputs, "Qwen3VL": _qwen_inputs,
     "Qwen3VLMoe": _qwen_inputs,
-    "Mistral3": _mistral_inputs, "Llava": _llava_inputs,
+    "Mistral3": _mistral_inputs, "Llava": _llava_inputs, "Gemma3Seeing": _gemma_inputs,
 }  # fmt: skip
 """Functions that return Transformers' inputs for pictures, and the prompt with all of their
 tokens; by class."""

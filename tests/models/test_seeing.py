@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import engines, pictured
 from tests.models import test_towers
 from tests.pictured import ASKED, COUNT, MODELS, PICTURE, Asked, InlinePool, answer, prompts
 from toolkit import LLM, SamplingParams
 from toolkit.engine.front import pictures
-from toolkit.errors import CheckpointError, InvalidRequestError
+from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
 from toolkit.models.build import load_config
 from toolkit.models.tower import TowerModel
 from toolkit.pictures.families import find_family
 from toolkit.pictures.processor import PictureProcessor
 from toolkit.pictures.settings import ProcessorSettings, read_processor
+from toolkit.pictures.tokens import find_frame
 from toolkit.sequence import Feature
 from toolkit.weights.loading.loader import load_weights, tensor_names
 from toolkit.worker.axes import axis_positions, shift_after
@@ -58,6 +62,7 @@ CASES += [("qwen3-vl-moe", "chunks through pictures"), ("qwen3-vl-moe", "two ran
 CASES += [("mistral3", mode) for mode in (*FEW, "two ranks")]
 CASES += [("llava", mode) for mode in ("room for one picture", "two ranks")]
 CASES += [("llava-full", mode) for mode in ("chunks through pictures", "swap")]
+CASES += [("gemma3", mode) for mode in MODES if mode != "small steps that overlap"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 
@@ -138,6 +143,94 @@ def test_rows_of_towers_equal_transformers(tmp_path, name):
         expected = pictured.rows(name, which)
         away = (found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max()
         assert away < 1e-5
+
+
+def test_pictures_see_both_ways():
+    """Else no test here would notice Gemma 3's mask."""
+    assert answer("gemma3", ASKED[0]) != pictured.causal_answer("gemma3", ASKED[0])
+
+
+def test_cached_prefixes_end_within_pictures(folder, pools):
+    llm = LLM(str(folder("gemma3")), **SETTINGS, block_size=4)
+    asked = Asked([11, pictured.START, PICTURE], (0,))  # the picture's tokens: 2 to 10
+    for cached in (0, 8):
+        (found,) = llm.generate([asked.prompt], GREEDY, use_tqdm=False)
+        assert found.num_cached_tokens == cached
+        assert found.outputs[0].token_ids == answer("gemma3", asked)
+    llm.shutdown()
+
+
+def test_pictures_fit_into_a_step(folder, pools):
+    settings = SETTINGS | {"max_num_batched_tokens": 8, "max_num_seqs": 2}
+    with pytest.raises(ConfigError, match=r"all 9 tokens of a picture\. Use at least 9, or"):
+        LLM(str(folder("gemma3")), **settings)
+    llm = LLM(str(folder("gemma3")), **settings, limit_mm_per_prompt='{"image": 0}')
+    assert answers(llm, ASKED[1:2]) == [answer("gemma3", ASKED[1])]
+    llm.shutdown()
+
+
+def test_published_names_of_gemma3(folder, tmp_path, pools):
+    shutil.copytree(folder("gemma3"), tmp_path / "gemma3")
+    file = tmp_path / "gemma3" / "model.safetensors"
+    tensors = {
+        re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+    llm = LLM(str(tmp_path / "gemma3"), **SETTINGS)
+    assert answers(llm, ASKED[:2]) == [answer("gemma3", one) for one in ASKED[:2]]
+    llm.shutdown()
+
+
+def test_frames_of_pictures_are_expanded(folder, pools):
+    """The tests' tokenizer has bytes as tokens: * begins a picture, and + ends it."""
+    llm = LLM(str(folder("gemma3")), **SETTINGS)
+    tokenizer = llm.tokenizer
+    whole = "\n\n*" + 9 * "(" + "+\n\n"
+    ids = tokenizer.encode("a*b")
+    framed = [ids[0], pictured.START, *[PICTURE] * 9, pictured.END, ids[2]]
+    for text, tokens in (
+        ("a*b", tokenizer.encode(f"a{whole}b")),
+        (f"a{whole}b", tokenizer.encode(f"a{whole}b")),
+        (ids, framed),
+        (framed, framed),
+    ):
+        name = "prompt" if isinstance(text, str) else "prompt_token_ids"
+        prompt = {name: text, "multi_modal_data": {"image": pictured.image(0)}}
+        (found,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert found.prompt_token_ids == tokens
+    (found,) = llm.generate(["a*b"], GREEDY, use_tqdm=False)
+    assert found.prompt_token_ids == ids  # there is no picture
+    for wrong in ("a", "a**b", "a*((b"):
+        prompt = {"prompt": wrong, "multi_modal_data": {"image": pictured.image(0)}}
+        with pytest.raises(InvalidRequestError, match="places for pictures"):
+            llm.generate([prompt], GREEDY, use_tqdm=False)
+    llm.shutdown()
+
+
+def test_joints_of_frames_are_tokens_if_there_are_some(folder, tmp_path):
+    assert find_frame(folder("gemma3"), (9, 10), 4).after == (10,)
+    added = [{"id": 108, "content": "\n\n"}, {"id": 109, "content": "\n\n\n"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    frame = find_frame(tmp_path, (9, 10), 4)
+    assert (frame.before, frame.after) == ((108, 9), (10, 108))
+
+
+def test_frames_of_pictures_in_conversations(folder, pools):
+    llm = LLM(str(folder("gemma3")), **SETTINGS)
+    parts = [{"type": "image_pil", "image_pil": pictured.image(0)}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}]
+    of_parts = (
+        "{% for m in messages %}<|user|>{% for part in m.content %}{{ '*' if part.type == 'image' "
+        "else part.text }}{% endfor %}{% endfor %}<|assistant|>"
+    )
+    whole = llm.tokenizer.encode("\n\n*" + 9 * "(" + "+\n\nb")
+    for options, after in (({}, [259, 258]), ({"chat_template": of_parts}, [258])):
+        tokens = [257, *whole, *after]
+        assert llm.chat_prompt(messages, **options) == tokens
+        (found,) = llm.chat(messages, GREEDY, use_tqdm=False, **options)
+        assert found.prompt_token_ids == tokens
+    llm.shutdown()
 
 
 def test_pictures_change_answers():

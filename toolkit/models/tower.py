@@ -17,7 +17,16 @@ from toolkit.layers import Embedding, Join, Linear, MergedLinear, Norm
 from toolkit.models import describe
 from toolkit.models.mix import MLPMix
 from toolkit.models.model import WeightModule
-from toolkit.models.towers.parts import Block, Lead, Merger, Patches, PictureArrays, Rotation, Tower
+from toolkit.models.towers.parts import (
+    Block,
+    Lead,
+    Merger,
+    Patches,
+    PictureArrays,
+    Pool,
+    Rotation,
+    Tower,
+)
 from toolkit.weights.activation import activation_kind
 from toolkit.weights.slots import Slot, Slots
 from toolkit.weights.source import Source
@@ -205,6 +214,26 @@ class SquareMerger(nn.Module):
         return merged
 
 
+class SquarePool(nn.Module):
+    """Makes one row of the mean of a square of patches."""
+
+    def __init__(self, pool: Pool, tower: Tower) -> None:
+        super().__init__()
+        self.square = tower.merge**2
+        self.norm, self.mean_norm = (
+            Join(tower.hidden, [_norm(one)]) for one in (pool.norm, pool.mean_norm)
+        )
+        self.product = Linear(tower.hidden, tower.out, pool.product, bias=False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [num_squares, out] of x + residual [num_patches, hidden]."""
+        (rows,), _ = self.norm(x, residual)
+        means = rows.view(-1, self.square, rows.shape[1]).float().mean(1).to(rows.dtype)
+        (rows,), _ = self.mean_norm(means, None)
+        pooled: torch.Tensor = self.product(rows)
+        return pooled
+
+
 class LeadEmbedding(nn.Module):
     """An embedding in front of patches."""
 
@@ -239,7 +268,11 @@ class TowerModel(WeightModule):
         self.table = None if table is None else Embedding(table.name, table.size, tower.hidden)
         self.norm = None if tower.norm is None else Join(tower.hidden, [_norm(tower.norm)])
         self.blocks = nn.ModuleList(TowerBlock(block, tower) for block in tower.blocks)
-        self.merger = SquareMerger(tower.merger, tower)
+        self.merger: SquareMerger | SquarePool
+        if isinstance(tower.merger, Pool):
+            self.merger = SquarePool(tower.merger, tower)
+        else:
+            self.merger = SquareMerger(tower.merger, tower)
         self.levels = nn.ModuleList(SquareMerger(merger, tower) for _, merger in tower.levels)
         self._after = {block: nth for nth, (block, _) in enumerate(tower.levels)}
 

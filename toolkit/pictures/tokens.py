@@ -11,6 +11,28 @@ from toolkit.errors import CheckpointError
 from toolkit.files import read_json
 from toolkit.pictures.families import Grid, find_family
 
+JOINT = "\n\n"
+"""Text before and after a picture's frame."""
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens around a picture's placeholders. Prompts may have `start` for all of them.
+
+    As Transformers' Gemma3Processor, which replaces it in the text."""
+
+    start: int
+    end: int
+    count: int  # placeholders of every picture
+    joint: tuple[int, ...]  # tokens of JOINT; empty if the tokenizer has none for it
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        return *self.joint, self.start
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        return self.end, *self.joint
+
 
 class PictureTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of pictures: placeholders, and what separates rows of them."""
@@ -19,6 +41,12 @@ class PictureTokens(msgspec.Struct, frozen=True, kw_only=True):
     first: int = 0  # placeholders before those of the grid
     row_end: int | None = None  # after each row of the grid
     end: int | None = None  # after the last row, instead
+    frame: Frame | None = None
+
+    @property
+    def place(self) -> int:
+        """Token that stands for a picture in a conversation."""
+        return self.placeholder if self.frame is None else self.frame.start
 
     def num_rows(self, grid: Grid) -> int:
         """Return the number of placeholders."""
@@ -58,6 +86,15 @@ def find_tokens(folder: Path, family: str, placeholder: int, first: int) -> Pict
         )
     row_end, end = (known[text] for text in texts)
     return PictureTokens(placeholder=placeholder, first=first, row_end=row_end, end=end)
+
+
+def find_frame(folder: Path, marks: tuple[int, int], count: int) -> Frame:
+    """Return the frame of a checkpoint's pictures. Raises CheckpointError.
+
+    marks: the tokens before and after the `count` placeholders of a picture."""
+    joint = _added_tokens(folder).get(JOINT)
+    start, end = marks
+    return Frame(start=start, end=end, count=count, joint=() if joint is None else (joint,))
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

@@ -25,8 +25,8 @@ class SightInfo(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def token_id(self) -> int:
-        """Token that stands for a picture, or a row of it, in prompts."""
-        return self.tokens.placeholder
+        """Token that stands for a picture in prompts."""
+        return self.tokens.place
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

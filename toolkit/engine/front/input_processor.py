@@ -10,7 +10,12 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import msgspec
 
 from toolkit.engine.front.features import FeatureSource
-from toolkit.engine.front.picture_places import count_pictures, join_parts, placeholder
+from toolkit.engine.front.picture_places import (
+    count_pictures,
+    frame_pictures,
+    join_parts,
+    placeholder,
+)
 from toolkit.engine.front.pictures import Picture, Pictures
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import (
@@ -84,7 +89,7 @@ class InputProcessor:
         Unless it is streamed, the core may report all tokens at the end. Raises
         InvalidRequestError, for example for an empty prompt or a token outside the vocabulary."""
         self.require_generation()
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = self._tokenize(prompt, has_pictures=bool(pictures))
         features: tuple[Feature, ...] = ()
         if pictures:
             if params.truncate_prompt_tokens is not None:
@@ -285,15 +290,22 @@ class InputProcessor:
         Raises InvalidRequestError."""
         self.check_length(text)
         tokenizer = self.require_tokenizer()
-        if stand_in and self.info.sight is not None:
-            text = text.replace(stand_in, placeholder(tokenizer, self.info.sight.token_id))
+        if self.info.sight is not None:
+            if stand_in:
+                text = text.replace(stand_in, placeholder(tokenizer, self.info.sight.token_id))
+            text = frame_pictures(tokenizer, self.info.sight.tokens, text)
         return tokenizer.encode_chat(text, separator)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(
+        self, prompt: Prompt, *, has_pictures: bool = False
+    ) -> tuple[str | None, list[int]]:
         given = plain_prompt(prompt)
         if isinstance(given, str):
             self.check_length(given)
-            return given, self.require_tokenizer().encode(given)
+            tokenizer, framed = self.require_tokenizer(), given
+            if has_pictures and self.info.sight is not None:
+                framed = frame_pictures(tokenizer, self.info.sight.tokens, given)
+            return given, tokenizer.encode(framed)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
         return text if isinstance(text, str) else None, given
 

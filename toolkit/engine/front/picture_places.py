@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.engine.front.pictures import PictureImage, PictureUrl
 from toolkit.errors import InvalidParamError
+from toolkit.pictures.tokens import JOINT, PictureTokens
 from toolkit.text.tokenizer import Tokenizer, unused_character
 
 IMAGE = {"type": "image"}
@@ -99,6 +100,23 @@ def placeholder(tokenizer: Tokenizer, token_id: int) -> str:
     if not (tokenizer.is_special_text(before) and tokenizer.is_special_text(after)):
         return text
     return before + text + after
+
+
+def frame_pictures(tokenizer: Tokenizer, tokens: PictureTokens, text: str) -> str:
+    """Return text with all tokens of a picture where the start of its frame stands for it.
+
+    The joints become tokens together with the text around them. Text with placeholders stays."""
+    if (frame := tokens.frame) is None:
+        return text
+    start, row, end = (
+        tokenizer.decode([one], skip_special_tokens=False)
+        for one in (frame.start, tokens.placeholder, frame.end)
+    )
+    return (
+        text
+        if row in text
+        else text.replace(start, f"{JOINT}{start}{row * frame.count}{end}{JOINT}")
+    )
 
 
 def _picture_in(part: Mapping[str, Any], param: str) -> PictureUrl | PictureImage | None:

@@ -202,13 +202,18 @@ class Pictures:
     ) -> tuple[list[int], tuple[Feature, ...]]:
         """Return the prompt with a placeholder for each row of a picture, and its features.
 
-        A prompt has one placeholder for each picture, or all tokens of pictures already. Raises
-        InvalidRequestError."""
+        A prompt has one placeholder for each picture, or all tokens of pictures already; if they
+        have a frame, perhaps its start alone. Raises InvalidRequestError."""
         placeholder = self._tokens.placeholder
         places = [at for at, token in enumerate(token_ids) if token == placeholder]
         ids = [self._tokens.ids(picture.grid) for picture in pictures]
         if self._is_expanded(token_ids, places, pictures, ids):
             return list(token_ids), self._features_of(token_ids, pictures, ids)
+        before: tuple[int, ...] = ()
+        after: tuple[int, ...] = ()
+        if not places and (frame := self._tokens.frame) is not None:
+            places = [at for at, token in enumerate(token_ids) if token == frame.start]
+            before, after = frame.before, frame.after
         if len(places) != len(pictures):
             raise InvalidRequestError(
                 f"The prompt has {len(places)} places for pictures, and there are "
@@ -218,9 +223,9 @@ class Pictures:
         expanded: list[int] = []
         features, last = [], 0
         for place, picture, own in zip(places, pictures, ids, strict=True):
-            expanded += token_ids[last:place]
+            expanded += [*token_ids[last:place], *before]
             features.append(self._feature(picture, len(expanded)))
-            expanded += own
+            expanded += [*own, *after]
             last = place + 1
         return [*expanded, *token_ids[last:]], tuple(features)
 

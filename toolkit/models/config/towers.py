@@ -33,6 +33,7 @@ class Sight:
     token_id: int  # stands for a row of a picture
     family: str  # module of `pictures.families`
     both_ways: bool = False  # a picture's tokens see each other
+    marks: tuple[int, int] | None = None  # tokens around a picture's: see `SeeingConfig.marks`
 
 
 @cache
@@ -71,6 +72,8 @@ def find_sight(raw: Mapping[str, Any], decoder: ArchitectureConfig) -> Sight | N
         _axes(raw, module.SECTIONS, is_interleaved=module.INTERLEAVED),
         seeing.image_token_id,
         module.FAMILY,
+        both_ways=seeing.both_ways,
+        marks=seeing.marks,
     )
 
 

@@ -26,10 +26,16 @@ class SeeingConfig(msgspec.Struct, kw_only=True):
     """Older name of `image_token_id`."""
 
     decoder: Any = None  # its `ArchitectureConfig`. Not in the file
+    both_ways: ClassVar[bool] = False  # a picture's tokens see each other
 
     def __post_init__(self) -> None:
         if self.image_token_id is None:
             self.image_token_id = self.image_token_index
+
+    @property
+    def marks(self) -> tuple[int, int] | None:
+        """Tokens before and after a picture, the first of which stands for it in prompts."""
+        return None
 
 
 class ProjectorConfig(SeeingConfig, kw_only=True):

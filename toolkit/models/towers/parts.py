@@ -77,6 +77,15 @@ class Merger:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """product(norm of the mean of a square of patches, each after a norm)."""
+
+    norm: Norm
+    mean_norm: Norm
+    product: Source  # without a bias
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """A rotation of a head's pairs (i, i + half): the first half by row, the others by column."""
 
@@ -103,7 +112,7 @@ class Tower:
     out: int  # size of a row for the decoder
     patches: Patches
     blocks: Sequence[Block]
-    merger: Merger
+    merger: Merger | Pool
     merge: int = 2  # patches of a square's side
     lead: Lead | None = None
     table: Table | None = None

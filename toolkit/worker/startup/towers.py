@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from toolkit.distributed import SINGLE, SINGLE_STAGE, parallel
@@ -17,7 +18,7 @@ from toolkit.models.model import default_dtype
 from toolkit.models.tower import TowerModel
 from toolkit.pictures.families import find_family
 from toolkit.pictures.settings import FILES, ProcessorSettings, read_processor
-from toolkit.pictures.tokens import PictureTokens, find_tokens
+from toolkit.pictures.tokens import PictureTokens, find_frame, find_tokens
 from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE
 from toolkit.weights.loading.loader import find_weights
 from toolkit.weights.names import is_of_tower
@@ -70,6 +71,13 @@ class TowerPlan:
         num_pages = max(-(-most // ROWS_PER_PAGE), wanted // page_bytes)
         plan = cls(sight, tokens, processor, most, page_bytes, num_pages)
         plan.require_layers(setup)
+        if sight.both_ways and most > setup.token_budget:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {setup.token_budget}, and a step must have all "
+                f"{most} tokens of a picture. Use at least {most}, or --limit-mm-per-prompt "
+                "'{\"image\": 0}' to take text alone.",
+                param="max_num_batched_tokens",
+            )
         return plan
 
     def require_layers(self, setup: Setup) -> None:
@@ -135,6 +143,10 @@ def _read_pictures(setup: Setup, sight: Sight) -> tuple[PictureTokens, Processor
     if problem := find_family(sight.family).problem(processor):
         raise CheckpointError(f"{setup.folder}: the image processor's settings: {problem}.")
     tokens = find_tokens(setup.folder, sight.family, sight.token_id, tower.num_first_rows)
+    if sight.marks is not None:
+        count = tokens.num_rows(find_family(sight.family).largest_grid(processor))
+        frame = find_frame(setup.folder, sight.marks, count)
+        tokens = msgspec.structs.replace(tokens, frame=frame)
     return tokens, processor
 
 
