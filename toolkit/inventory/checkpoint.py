@@ -203,9 +203,9 @@ class Checkpoint:
     @property
     def tower_parameters(self) -> int:
         """Number of parameters of its tower, if tk runs it."""
-        if not self.sees:
+        if self.sight is None or not self.sees:
             return 0
-        unused = self.config.sight.tower.unused
+        unused = self.sight.tower.unused
         return sum(
             tensor.size
             for tensor in self.tensors
