@@ -268,3 +268,29 @@ def test_the_common_prefix_of_resumed_requests_is_computed_once(budget: int, dep
     assert computed == 24 + 50 * (5 + 3 - 1), (
         "the prompt once, and each request's own tokens except the last"
     )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda pool: None, None),
+        (
+            lambda pool: pool._references.__setitem__(0, 2),
+            "block 0 has 2 references and 1 requests",
+        ),
+        (lambda pool: pool._free.pop(3), "block 3 has 0 references and is not free"),
+        (lambda pool: pool._free.update({0: None}), "block 0 has 1 references and is free"),
+        (lambda pool: pool._hash_of.__setitem__(2, b"h"), "block 2 has a hash by which it is not"),
+        (lambda pool: pool._block_of.update({b"h": 2}), "block 2 is found by a hash that it does"),
+    ],
+)
+def test_wrong_accounts_of_blocks_are_found(spoil, words):
+    pool = BlockPool(4)
+    held = pool.allocate(2)
+    pool.register(held[1], b"known")
+    spoil(pool)
+    found = pool.problem([held])
+    assert (found is None) == (words is None)
+    assert words is None or words in found
+    assert pool.problem([[*held, 4]]) is not None
+    assert pool.problem([[held[0]]]) is not None

@@ -103,6 +103,25 @@ class BlockPool:
 
         Every block is free or held by as many requests as it has references."""
         counts = Counter(chain.from_iterable(held))
+        return None if self._is_consistent(counts) else self._find_problem(counts)
+
+    def _is_consistent(self, counts: Counter[int]) -> bool:
+        """Return True if nothing is wrong. Compares lists at once: it runs after each test step."""
+        expected = [0] * self.num_blocks
+        for block, count in counts.items():
+            if not 0 <= block < self.num_blocks or block in self._free:
+                return False
+            expected[block] = count
+        num_hashes = self.num_blocks - self._hash_of.count(None)
+        return (
+            expected == self._references
+            and len(self._free) == expected.count(0)
+            and num_hashes == len(self._block_of)
+            and all(self._hash_of[block] == hash for hash, block in self._block_of.items())
+        )
+
+    def _find_problem(self, counts: Counter[int]) -> str | None:
+        """Visit each block. Return what is wrong."""
         for block in {*range(self.num_blocks), *counts}:
             if not 0 <= block < self.num_blocks:
                 return f"a request holds block {block} of {self.num_blocks}"
