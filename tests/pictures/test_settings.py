@@ -23,7 +23,6 @@ from toolkit.pictures.settings import ProcessorSettings, read_processor
 NAMES = {
     "qwen2_vl": "Qwen2VLImageProcessor",
     "clip": "CLIPImageProcessor",
-    "siglip": "SiglipImageProcessor",
     "gemma3": "Gemma3ImageProcessor",
     "pixtral": "PixtralImageProcessor",
 }
@@ -215,8 +214,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "pad_size": {"height": 60, "width": 80},
         },
     ),
-    ("siglip", {}),
-    ("siglip", {"size": {"height": 384, "width": 384}, "resample": 3}),
     ("gemma3", {}),
     ("gemma3", {"size": {"height": 896, "width": 896}}),
     ("pixtral", {}),

@@ -24,10 +24,6 @@ class Config(QwenConfig, kw_only=True):
     out_hidden_size: Size = 3584
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
-    @property
-    def out_size(self) -> int:
-        return self.out_hidden_size
-
 
 def describe(config: Config, _: Seeing) -> Tower:
     def norm(name: str) -> Norm:
@@ -44,5 +40,6 @@ def describe(config: Config, _: Seeing) -> Tower:
         config,
         block,
         merge(norm(f"{name}.ln_q"), f"{name}.mlp.0", f"{name}.mlp.2"),
+        out=config.out_hidden_size,
         window=config.window_size // config.spatial_merge_size // config.patch_size,
     )

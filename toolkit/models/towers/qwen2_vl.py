@@ -51,11 +51,6 @@ class QwenConfig(TowerConfig, kw_only=True):
         """Features of a patch."""
         return self.hidden_size
 
-    @property
-    def out_size(self) -> int:
-        """Features of a token."""
-        raise NotImplementedError
-
 
 class Config(QwenConfig, kw_only=True):
     embed_dim: Size = 1280
@@ -65,10 +60,6 @@ class Config(QwenConfig, kw_only=True):
     @property
     def width(self) -> int:
         return self.embed_dim
-
-    @property
-    def out_size(self) -> int:
-        return self.hidden_size
 
 
 def describe(config: Config, _: Seeing) -> Tower:
@@ -83,7 +74,7 @@ def describe(config: Config, _: Seeing) -> Tower:
 
     name = f"{NAME}.merger"
     merger = merge(layer_norm(f"{name}.ln_q"), f"{name}.mlp.0", f"{name}.mlp.2")
-    return qwen_tower(config, block, merger)
+    return qwen_tower(config, block, merger, out=config.hidden_size)
 
 
 def centered(name: str, size: int) -> Norm:
@@ -113,17 +104,18 @@ def qwen_tower(
     block: Callable[[str], Block],
     merger: Merger,
     *,
+    out: int,
     bias: bool = False,
     **options: Any,
 ) -> Tower:
-    """Describe a tower. `block`: describes one, given its name; `bias`: of the first product;
-    `options`: fields of `Tower`."""
+    """Describe a tower. `block`: describes one, given its name; `out`: features of a token;
+    `bias`: of the first product; `options`: fields of `Tower`."""
     source, frames = Source(f"{NAME}.patch_embed.proj"), config.temporal_patch_size
     patches = Patches(source, config.patch_size, frames=frames, bias=bias)
     given = {
         "hidden": config.width,
         "num_heads": config.num_heads,
-        "out": config.out_size,
+        "out": out,
         "patches": patches,
         "blocks": [block(f"{NAME}.blocks.{index}") for index in range(config.depth)],
         "merger": merger,

@@ -40,10 +40,6 @@ class Config(QwenConfig, kw_only=True):
             number = self.num_position_embeddings
             raise ValueError(f"vision_config: {number} positions are not those of a square")
 
-    @property
-    def out_size(self) -> int:
-        return self.out_hidden_size
-
 
 def describe(config: Config, _: Seeing) -> Tower:
     def block(name: str) -> Block:
@@ -64,6 +60,7 @@ def describe(config: Config, _: Seeing) -> Tower:
         config,
         block,
         merger(f"{NAME}.merger", norms_squares=False),
+        out=config.out_hidden_size,
         bias=True,
         table=Table(f"{NAME}.pos_embed", config.num_position_embeddings),
         levels=levels,
