@@ -78,12 +78,19 @@ class SequenceSpec(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
 
     def features_key(self, start: int, end: int) -> str:
         """Return a key of the features whose tokens are among those from `start` to `end`."""
-        digests = [
-            feature.digest.hex()
-            for feature in self.features
-            if any(first < end and first + count > start for first, count in feature.runs)
-        ]
-        return "\0" + "".join(digests) if digests else ""
+        return self.features_keys(start, end, end - start)[0]
+
+    def features_keys(self, start: int, end: int, size: int) -> list[str]:
+        """Return the `features_key` of each `size` tokens from `start` to `end`."""
+        keys = [""] * ((end - start) // size)
+        for feature in self.features:
+            digest, parts = feature.digest.hex(), set[int]()
+            for first, count in feature.runs:
+                last = -(-(first + count - start) // size)
+                parts.update(range(max(0, (first - start) // size), min(len(keys), last)))
+            for part in parts:
+                keys[part] = (keys[part] or "\0") + digest
+        return keys
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -177,7 +177,7 @@ class TestModelFolders:
         import tokenizers
 
         for size in (257, 300, 5000):
-            save_tokenizer(tmp_path / "tokenizer.json", size)
+            save_tokenizer(tmp_path / "tokenizer.json", size, {})
             assert (
                 tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size()
                 == size

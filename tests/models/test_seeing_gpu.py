@@ -40,7 +40,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_transformers(folder, name, mode):
-    llm = LLM(str(folder(name)), **SIZES | MODES[mode])
+    settings = SIZES | MODES[mode]
+    if name == "gemma3" and mode == "single tokens":
+        settings["max_num_batched_tokens"] = 9  # a step has all of a picture
+    llm = LLM(str(folder(name)), **settings)
     expected = [answer(name, one) for one in ASKED]
     for _ in range(2):  # cold, and warm
         found = llm.generate(prompts(), GREEDY, use_tqdm=False)

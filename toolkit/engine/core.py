@@ -49,8 +49,10 @@ from toolkit.worker.operations import LoadAdapter, UnloadAdapter
 
 logger = logging.getLogger(__name__)
 
-MOST_ENCODED = 2048
-"""Rows of pictures that one step computes, so that steps stay short; or one picture."""
+ENCODED_SHARE = 5 / 8
+"""Rows of pictures that one step computes, for each token that it may have; or one picture.
+
+A step with as many takes no longer than one with the most tokens: a row costs half as much."""
 
 
 class EngineCore:
@@ -87,7 +89,7 @@ class EngineCore:
             most_step_drafts=info.most_step_drafts,
             step_times=info.step_times,
             num_feature_pages=0 if info.sight is None else info.sight.num_pages,
-            most_encoded=MOST_ENCODED,
+            most_encoded=int(info.max_num_batched_tokens * ENCODED_SHARE),
         )
         in_memory = config.lora.num_in_memory
         self._adapters = AdapterLoads(executor.operate, in_memory, info.adapters[:in_memory])
@@ -127,8 +129,13 @@ class EngineCore:
 
     @property
     def spare_seconds(self) -> float:
-        """Seconds for which the next step can wait for requests: the device is busy as long."""
-        return 0.0 if self._pace is None or len(self._steps) != 1 else self._pace.spare_seconds()
+        """Seconds for which the next step can wait for requests: the device is busy as long.
+
+        0 while pictures are computed: to launch the next step, with their prompts, takes longer
+        than others."""
+        if self._pace is None or len(self._steps) != 1 or self._steps[0][0].loads:
+            return 0.0
+        return self._pace.spare_seconds()
 
     @property
     def overlaps(self) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import sys
 import time
 from collections import deque
@@ -61,7 +62,7 @@ from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 from toolkit.worker import Report
 
 Messages = list[dict[str, Any]]
-NUM_HASHERS = 4  # threads that copy pictures and compute their digests
+NUM_HASHERS = 16  # threads at most that copy pictures and compute their digests
 T = TypeVar("T")
 
 
@@ -429,7 +430,7 @@ class LLM:
         def take(one: PictureUrl | PictureImage) -> Future[Picture] | None:
             return None if isinstance(one, PictureUrl) else pictures.take(one.image, one.param)
 
-        with ThreadPoolExecutor(NUM_HASHERS) as threads:
+        with ThreadPoolExecutor(min(NUM_HASHERS, os.cpu_count() or 1)) as threads:
             taken = list(threads.map(take, every))
         found = iter([next(loaded) if one is None else one.result() for one in taken])
         return [[next(found) for _ in several] for several in images]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from toolkit.pictures.settings import PictureLimits, ProcessorSettings
 
 MAX_MESSAGE = 2**20  # bytes of a message; settings are the largest
 MAX_ANSWER = 2**28  # bytes of pixels from a worker
+_TIMEVAL = struct.Struct("@ll")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -125,12 +127,16 @@ class Channel:
         return self._decode(HEADER.unpack(head)[0], kind, deadline), end
 
     def read(self, count: int, deadline: float | None = None) -> bytearray:
-        """Return the next `count` bytes."""
+        """Return the next `count` bytes. They are read in one call of the system: for each, this
+        thread waits for Python's lock."""
         data = bytearray(count)
         rest = memoryview(data)
         while rest:
-            self._limit(deadline)
-            received = self.socket.recv_into(rest)
+            self._limit(deadline, in_system=True)
+            try:
+                received = self.socket.recv_into(rest, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError from None
             if not received:
                 raise EOFError
             rest = rest[received:]
@@ -155,10 +161,13 @@ class Channel:
             raise ValueError(f"a message of {length} bytes, more than {MAX_MESSAGE}")
         return msgspec.msgpack.decode(self.read(length, deadline), type=kind)
 
-    def _limit(self, deadline: float | None) -> None:
-        if deadline is None:
-            self.socket.settimeout(None)
-            return
-        if (left := deadline - time.monotonic()) <= 0:
+    def _limit(self, deadline: float | None, *, in_system: bool = False) -> None:
+        """Let calls wait until the deadline. in_system: for reading, without Python's own loop."""
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
             raise TimeoutError
-        self.socket.settimeout(left)
+        self.socket.settimeout(None if in_system else left)
+        if in_system:
+            seconds, part = divmod(left or 0.0, 1.0)  # 0: without end
+            limit = _TIMEVAL.pack(int(seconds), max(int(part * 1e6), left is not None))
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -29,7 +29,7 @@ class Encoded:
     """A picture as it came.
 
     data: bytes of a file, base64 text of a data URL, or raw RGB of a Pillow image.
-    digest: 16 bytes of BLAKE2b of what it is.
+    digest: 16 bytes of SHA-256 of what it is.
     raw_size: (width, height) if `data` are raw RGB pixels."""
 
     data: bytes | str
@@ -175,9 +175,9 @@ def _digest(data: bytes | str, more: bytes = b"") -> bytes:
     kind = b"base64" if isinstance(data, str) else b"rgb" if more else b"file"
     if isinstance(data, str):
         data = data.encode(errors="surrogatepass")
-    made = hashlib.blake2b(data, digest_size=16, person=kind)
-    made.update(more)
-    return made.digest()
+    made = hashlib.sha256(b"%s %s " % (kind, more))
+    made.update(data)  # twice as fast as BLAKE2b where the processor has instructions for it
+    return made.digest()[:16]
 
 
 def _shown(url: str) -> str:

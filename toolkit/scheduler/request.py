@@ -275,13 +275,12 @@ class Request:
         first = len(hashes) * block_size
         if first < num_blocks * block_size:
             size = 4 * block_size
-            tokens = self._tokens_in(first, num_blocks * block_size)
-            for at in range(0, len(tokens), size):
-                parent, extra = hashes[-1] if hashes else b"", self.cache_salt
-                if self.spec.features:
-                    start = len(hashes) * block_size
-                    extra += self.spec.features_key(start, start + block_size)
-                hashes.append(hash_block(parent, tokens[at : at + size], extra))
+            end = num_blocks * block_size
+            tokens = self._tokens_in(first, end)
+            keys = self.spec.features_keys(first, end, block_size)
+            for at, key in zip(range(0, len(tokens), size), keys, strict=True):
+                parent = hashes[-1] if hashes else b""
+                hashes.append(hash_block(parent, tokens[at : at + size], self.cache_salt + key))
         return hashes
 
     def _tokens_in(self, start: int, end: int) -> bytes:

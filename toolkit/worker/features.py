@@ -14,6 +14,7 @@ from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import Encode
 from toolkit.sequence import Feature
 from toolkit.worker.axes import axis_positions
+from toolkit.worker.graph_policy import PICTURE_ROWS
 from toolkit.worker.picture_encoder import PictureEncoder
 
 Ints = npt.NDArray[np.int64]
@@ -34,11 +35,24 @@ class FeatureTable:
 
     def load(self, loads: Sequence[Encode]) -> None:
         """Compute features into their pages."""
-        if loads:
-            data = [load.data for load in loads]
-            rows = self.encoder.encode(data, [load.grid for load in loads])
-            places = np.concatenate([self._place(load) for load in loads])
+        for group in self._groups(loads):
+            data = [load.data for load in group]
+            rows = self.encoder.encode(data, [load.grid for load in group])
+            places = np.concatenate([self._place(load) for load in group])
             self.rows[to_device(torch.from_numpy(places), self._device)] = rows
+
+    def _groups(self, loads: Sequence[Encode]) -> list[list[Encode]]:
+        """Split features into those that are computed together, in no more memory than one."""
+        groups: list[list[Encode]] = []
+        most, left = max(self.most_rows, PICTURE_ROWS[-1]), 0
+        for load in loads:
+            num_rows = self.encoder.num_rows(load.grid)
+            if num_rows > left:
+                groups.append([])
+                left = most
+            groups[-1].append(load)
+            left -= num_rows
+        return groups
 
     def _place(self, load: Encode) -> Ints:
         """Note where a feature is. Return the table's rows for its own."""

@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
 }
 """preprocessor_config.json, by `model_type`."""
+
+SPECIAL_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+"""Tokens of pictures, by the field of the config that has their ids."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -222,7 +230,8 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
             "{% endfor %}assistant:",
         },
     )
-    save_tokenizer(folder / "tokenizer.json", config["vocab_size"])
+    special = {config[field]: name for field, name in SPECIAL_TOKENS.items() if field in config}
+    save_tokenizer(folder / "tokenizer.json", config["vocab_size"], special)
 
 
 def save_weights(folder: Path, shard_size: str = "5GB") -> None:
@@ -278,13 +287,17 @@ def save_int4_weights(folder: Path, shard_size: str = "5GB") -> None:
     _write(folder / "config.json", config)
 
 
-def save_tokenizer(path: Path, vocab_size: int) -> None:
-    """Write a byte-level BPE tokenizer with exactly `vocab_size` ids, including end-of-text."""
+def save_tokenizer(path: Path, vocab_size: int, special: Mapping[int, str]) -> None:
+    """Write a byte-level BPE tokenizer with exactly `vocab_size` ids, including end-of-text.
+
+    special: other special tokens by id."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
-    for pair in _pairs(vocab_size - 1 - len(tokens)):
+    for pair in _pairs(vocab_size - 1 - len(tokens) - len(special)):
+        while len(tokens) in special:
+            tokens.append(special[len(tokens)])
         merges.append(pair)
         tokens.append("".join(pair))
     tokenizer = Tokenizer(
@@ -292,7 +305,8 @@ def save_tokenizer(path: Path, vocab_size: int) -> None:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    names = [*special.values(), END]
+    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in names])
     tokenizer.save(str(path), pretty=False)
 
 
