@@ -16,7 +16,7 @@ from toolkit import LLM, LoRARequest, SamplingParams
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.front import pictures
 from toolkit.errors import InvalidRequestError
-from toolkit.sampling.params import BeamSearchParams
+from toolkit.sampling.params import BeamSearchParams, StructuredOutputsParams
 
 NAME = "qwen2.5-vl"
 SEEN = ASKED[0]
@@ -92,6 +92,19 @@ def test_biases_are_applied(folder):
     )
     (found,) = llm.generate([SEEN.prompt], biased, use_tqdm=False)
     assert first not in found.outputs[0].token_ids
+    llm.shutdown()
+
+
+def test_constrained_answers_are_the_likeliest_allowed(folder):
+    llm = LLM(str(folder), **SETTINGS)
+    letters = {text: llm.tokenizer.encode(text) for text in "ABCD"}
+    chances = {text: pictured.logprobs(NAME, SEEN, ids)[0] for text, ids in letters.items()}
+    given = SamplingParams(
+        temperature=0.0, max_tokens=1, structured_outputs=StructuredOutputsParams(regex="[A-D]")
+    )
+    for _ in range(2):  # cold, and warm
+        (found,) = llm.generate([SEEN.prompt], given, use_tqdm=False)
+        assert found.outputs[0].text == max(chances, key=chances.__getitem__)
     llm.shutdown()
 
 

@@ -195,6 +195,16 @@ def test_table_scrolls_with_its_cursor():
     assert listing.current == "002"
 
 
+def test_panel_of_pictures_is_shown_for_models_that_see():
+    def text(view: View) -> str:
+        return "\n".join("".join(text for text, _ in line) for line in overview(view, 200, 30))
+
+    seen = text(View(pictures=1234.0, picture_rate=8.25, picture_hit_rate=0.4))
+    panel = r"Pictures.*\n.*per sec\. +8\.2 .*\n.*shared.* 40% .*\n.*in all +1234 "
+    assert re.search(panel, seen)
+    assert "Pictures" not in text(View(pictures=0.0))
+
+
 def test_adapters_with_most_requests_are_shown():
     counts = {"idle": (0.0, 0.0), "sql": (3.0, 2.0), "one": (1.0, 0.0)}
     block = overview(View(adapters=counts), 200, 30)

@@ -64,6 +64,20 @@ async def test_snapshot_has_the_acceptance_of_drafts(metrics, canned):
     assert json.loads(as_json(state))["servers"][0]["acceptance_by_position"] == [0.8, 0.4]
 
 
+async def test_snapshot_has_pictures(metrics, canned):
+    def page(queries: int, hits: int) -> str:
+        counts = {"queries": queries, "hits": hits}
+        return "".join(
+            f"# TYPE tk:mm_cache_{name}_total counter\ntk:mm_cache_{name}_total {count}\n"
+            for name, count in counts.items()
+        )
+
+    state = state_over(canned([metrics(10) + page(2, 0), metrics(12) + page(10, 2)]))
+    await take_readings(state, None)
+    assert re.search(r"pictures    10, [\d.,]+ per second, 20.0% shared\n", snapshot(state))
+    assert "pictures" not in snapshot(state_over(canned([metrics(10)])))
+
+
 async def test_json_has_numbers_in_base_units(metrics, canned):
     state = state_over(canned([metrics(10), metrics(12)]), canned([None]))
     await take_readings(state, None)

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests import checkpoints
+from tests import checkpoints, pictured
 from tests.weights.test_fp8_blocks import save_in_blocks
 from toolkit import LLM
 from toolkit.attention import cpu as cpu_attention
 from toolkit.config import EngineConfig
 from toolkit.config.sources import CHECK_MEMORY
+from toolkit.engine.front import pictures
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu import linear
 from toolkit.models import rotary
 from toolkit.models.decoder import Decoder
+from toolkit.models.tower import TowerModel
 from toolkit.scheduler import request
 from toolkit.scheduler.blocks.block_pool import BlockPool
 from toolkit.verify import engines, transformers_model
@@ -83,6 +85,32 @@ def test_right_models_are_ok(verdicts, name, flags):
         reason = "no step was recorded: which experts compute depends on the tokens"
         assert found["graphs"]["reason"].startswith(reason)
     assert found["transformers"]["greedy_agreed"] >= 0.98 * found["transformers"]["positions"]
+
+
+def wrong_mean_of_pixels(patch: pytest.MonkeyPatch) -> None:
+    normalize = TowerModel.normalize_by
+
+    def shifted(tower: TowerModel, factor: float, mean: Any, std: Any) -> None:
+        normalize(tower, factor, [one + 0.3 for one in mean], std)
+
+    patch.setattr(TowerModel, "normalize_by", shifted)
+
+
+@needs_kernels
+@pytest.mark.parametrize("plant", [None, wrong_mean_of_pixels])
+def test_last_prompt_has_a_picture(tk_here, monkeypatch, tmp_path, plant):
+    monkeypatch.setattr(pictures, "PicturePool", pictured.InlinePool)
+    if plant is not None:
+        plant(monkeypatch)
+    folder = pictured.save("gemma3", tmp_path)
+    done = tk_here("verify", str(folder), "--device", "cpu", "--dtype", "float32", "--json")
+    report = json.loads(done.stdout)
+    assert (report["prompts"], report["has_picture"]) == (7, True)
+    found = {one["name"]: one for one in report["comparisons"]}
+    assert differing(found) == ([] if plant is None else ["transformers"])
+    assert found["transformers"]["verdict"] != "skipped"
+    if plant is not None:
+        assert found["transformers"]["largest"]["prompt"] == 6
 
 
 @needs_kernels

@@ -11,7 +11,7 @@ from toolkit.models.config.towers import Sight
 from toolkit.pictures.families import find_family
 from toolkit.pictures.settings import read_processor
 from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE
-from toolkit.worker.graph_policy import PICTURE_ROWS
+from toolkit.worker.graph_policy import picture_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,9 @@ def tower_memory(
         row_bytes = tower.merge**2 * each * type_bytes
         step = most * row_bytes
         if not engine.device.enforce_eager:
-            step += len(PICTURE_ROWS) * len(tower.blocks) * GRAPH_LAYER_BYTES
-            step += PICTURE_ROWS[-1] * row_bytes
+            captured = picture_rows(tower.fixed_squares)
+            step += len(captured) * len(tower.blocks) * GRAPH_LAYER_BYTES
+            step += max(captured, default=0) * row_bytes
     # The products of a still picture's frames are one in memory.
     more_frames = (tower.patches.frames - 1) * tower.hidden * tower.patches.pixels
     numbers = checkpoint.tower_parameters - more_frames

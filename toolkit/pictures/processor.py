@@ -20,9 +20,7 @@ class PictureProcessor:
 
     def __init__(self, settings: ProcessorSettings) -> None:
         self._family, self._settings = find_family(settings.family), settings
-        name = self._family.PROCESSORS[settings.name]
-        module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
-        found = getattr(module, f"{settings.name}Pil")
+        found = processor_class(settings)
         if (patchify := getattr(self._family, "patchify", None)) is not None:
             found = type(found.__name__, (found,), {"patchify": patchify})
         self._processor = found(**settings.fields)
@@ -46,3 +44,10 @@ class PictureProcessor:
         outputs = {name: np.asarray(value) for name, value in found.items()}
         grid, array = self._family.pack(self._settings, outputs)
         return grid, np.ascontiguousarray(array)
+
+
+def processor_class(settings: ProcessorSettings) -> Any:
+    """Import Transformers' class."""
+    name = find_family(settings.family).PROCESSORS[settings.name]
+    module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+    return getattr(module, f"{settings.name}Pil")

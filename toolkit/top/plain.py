@@ -87,6 +87,7 @@ def _text(server: Server) -> str:
             if (drafts := wording.drafts(view.draft_acceptance, view.acceptance_by_position))
             else {}
         ),
+        **({"pictures": _pictures(view)} if view.pictures else {}),
         "preemptions": wording.count(view.preemptions),
         **_gpu(view),
         "why slow": f"{found.kind}: {found.text}",
@@ -106,6 +107,14 @@ def _text(server: Server) -> str:
     if server.error:
         lines.append(server.error)
     return "\n".join(map(escape_line, lines))
+
+
+def _pictures(view: View) -> str:
+    rate = wording.decimal(view.picture_rate)
+    return (
+        f"{wording.count(view.pictures)}, {rate} per second, "
+        f"{wording.percent(view.picture_hit_rate)} shared"
+    )
 
 
 def _gpu(view: View) -> dict[str, str]:

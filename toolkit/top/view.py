@@ -40,6 +40,9 @@ class View:
     steps_rate: float | None = None  # over the span
     kv_usage: float | None = None
     prefix_hit_rate: float | None = None  # over the span
+    pictures: float | None = None  # that requests needed, since the server's start
+    picture_rate: float | None = None  # per second, over the span
+    picture_hit_rate: float | None = None  # computed for an earlier request, over the span
     draft_acceptance: float | None = None  # share of right draft tokens, over the span
     acceptance_by_position: list[float] = field(default_factory=list)
     """Share of steps with drafts whose first, second, … draft was right, since the start."""
@@ -84,6 +87,8 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
     )
     queries = totals.increase("prefix_cache_queries_total")
     hits = totals.increase("prefix_cache_hits_total")
+    pictures = totals.increase("mm_cache_queries_total")
+    shared = totals.increase("mm_cache_hits_total")
     drafted = totals.increase("spec_decode_num_draft_tokens_total")
     accepted = totals.increase("spec_decode_num_accepted_tokens_total")
     num_drafts = totals.sum("spec_decode_num_drafts_total")
@@ -118,6 +123,9 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
         steps_rate=steps.count / totals.seconds if steps.count and totals.seconds else None,
         kv_usage=totals.mean("kv_cache_usage_perc"),
         prefix_hit_rate=hits / queries if hits is not None and queries else None,
+        pictures=totals.sum("mm_cache_queries_total"),
+        picture_rate=totals.rate("mm_cache_queries_total"),
+        picture_hit_rate=shared / pictures if shared is not None and pictures else None,
         draft_acceptance=accepted / drafted if accepted is not None and drafted else None,
         acceptance_by_position=[
             count / num_drafts

@@ -14,7 +14,14 @@ from toolkit.kernels.switch import Version, only_pytorch
 from toolkit.sampling.params import SamplingParams
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.verify.compare import NUM_LIKELIEST, Scored
-from toolkit.verify.prompts import CACHED_TOKENS, NEW_TOKENS, Sizes, make_filler, make_prompts
+from toolkit.verify.prompts import (
+    CACHED_TOKENS,
+    NEW_TOKENS,
+    Question,
+    Sizes,
+    make_filler,
+    make_prompts,
+)
 from toolkit.worker import WorkerInfo
 
 
@@ -32,9 +39,13 @@ class Answers:
     why_eager: str | None  # reason why no step was a CUDA graph or a recorded one; None: some were
 
     @property
-    def sequences(self) -> list[Sequence[int]]:
-        """Prompts and answers."""
-        return [one.tokens for one in self.alone]
+    def sequences(self) -> list[Question]:
+        """Prompts and answers. Only the last may have a picture."""
+        last = len(self.alone) - 1
+        has_picture = self.info.sight is not None
+        return [
+            Question(one.tokens, has_picture and at == last) for at, one in enumerate(self.alone)
+        ]
 
 
 def answer(config: EngineConfig, sizes: Sizes, *, evicts: bool) -> Answers:
@@ -45,7 +56,8 @@ def answer(config: EngineConfig, sizes: Sizes, *, evicts: bool) -> Answers:
         max_model_len=sizes.context, num_gpu_blocks_override=sizes.num_blocks, swap_space=0.0
     )
     with _loaded(config) as llm:
-        prompts = make_prompts(sizes, llm.tokenizer, llm.info.vocab_size)
+        place = None if llm.info.sight is None else llm.info.sight.token_id
+        prompts = make_prompts(sizes, llm.tokenizer, llm.info.vocab_size, place)
         k = _num_likeliest(llm)
         scoring = _greedy(NEW_TOKENS, logprobs=k, prompt_logprobs=k)
         alone = [one for prompt in prompts for one in _generate(llm, [prompt], scoring)]
@@ -56,13 +68,13 @@ def answer(config: EngineConfig, sizes: Sizes, *, evicts: bool) -> Answers:
             few = _greedy(CACHED_TOKENS, logprobs=k)
             for after_eviction in (False, True)[: 1 + evicts]:
                 if after_eviction:
-                    _generate(llm, make_filler(sizes, llm.info.vocab_size), _greedy(1))
+                    _generate(llm, make_filler(sizes, llm.info.vocab_size, place), _greedy(1))
                 cached += [one for prompt in prompts for one in _generate(llm, [prompt], few)]
         return Answers(llm.info, llm.tokenizer, alone, together, cached, llm.why_eager())
 
 
 def score(
-    config: EngineConfig, sizes: Sizes, sequences: Sequence[Sequence[int]], version: Version
+    config: EngineConfig, sizes: Sizes, sequences: Sequence[Question], version: Version
 ) -> list[Scored]:
     """Return what plain PyTorch computes for sequences: each alone, in one step, in `config`."""
     config = config.with_settings(
@@ -79,7 +91,8 @@ def score(
         k = _num_likeliest(llm)
         params = _greedy(1, logprobs=k, prompt_logprobs=k)
         # The last token's log-probability is that of the answer's first.
-        return [one for tokens in sequences for one in _generate(llm, [tokens[:-1]], params)]
+        prompts = [Question(tokens[:-1], has_picture) for tokens, has_picture in sequences]
+        return [one for prompt in prompts for one in _generate(llm, [prompt], params)]
 
 
 @contextmanager
@@ -113,10 +126,8 @@ def _greedy(
     )
 
 
-def _generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Scored]:
-    results = llm.generate(
-        [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
-    )
+def _generate(llm: LLM, prompts: Sequence[Question], params: SamplingParams) -> list[Scored]:
+    results = llm.generate([one.prompt for one in prompts], params, use_tqdm=False)
     return [_scored(result) for result in results]
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 from toolkit.config import EngineConfig
 from toolkit.inventory.console import print_json, print_note, print_rich
-from toolkit.text.tokenizer import Tokenizer
 from toolkit.verify.compare import Place
-from toolkit.verify.prompts import NUM_PROMPTS
 from toolkit.verify.run import Comparison, Result, Subject, Verdict
 
 COLORS = {Verdict.OK: "green", Verdict.DIFFERS: "red", Verdict.SKIPPED: "yellow"}
@@ -47,7 +45,7 @@ def report(result: Result, config: EngineConfig, *, as_json: bool) -> int:
     return int(result.verdict == Verdict.DIFFERS)
 
 
-def explain(one: Comparison, tokenizer: Tokenizer | None) -> str:
+def explain(one: Comparison, result: Result) -> str:
     """Return what differs, by how much, and what to do."""
     found, bound = one.difference, one.bound
     exceeded = "mean" if found.mean > bound.mean else "maximum"
@@ -56,7 +54,7 @@ def explain(one: Comparison, tokenizer: Tokenizer | None) -> str:
         f"{one.subject} differs ({one.sides}): log-probabilities by {found.mean:.2g} on average "
         f"and {found.max:.2g} at most; rounding explains {bound.mean:.2g} and {bound.max:.2g}. The "
         f"{exceeded} is {times:.3g} times its bound. The largest difference is in "
-        f"{_where(found.place, tokenizer)}. {ADVICE[one.subject]}"
+        f"{_where(found.place, result)}. {ADVICE[one.subject]}"
     )
 
 
@@ -85,7 +83,7 @@ def _print_table(result: Result, config: EngineConfig) -> None:
             verdict,
             *(f"{number:.1e}" for number in numbers),
             f"{found.num_agreed}/{found.num_positions}",
-            _where(found.place, result.tokenizer),
+            _where(found.place, result),
         )
     model = config.model.model or "tk-demo"
     print_rich(
@@ -93,6 +91,7 @@ def _print_table(result: Result, config: EngineConfig) -> None:
         f"differences of log-probabilities.",
         f"Rounding of this model in {result.rounding_of}: {rounding.mean:.1e} on average, "
         f"{rounding.max:.1e} at most.",
+        f"Prompts: {result.num_prompts}{', the last with a picture' * (info.sight is not None)}.",
         "",
         table,
         "",
@@ -101,22 +100,23 @@ def _print_table(result: Result, config: EngineConfig) -> None:
         if one.skipped:
             print_note(f"{one.subject} skipped: {one.skipped}.")
         elif one.verdict == Verdict.DIFFERS:
-            print_note(explain(one, result.tokenizer))
+            print_note(explain(one, result))
     print_rich(
         Text.assemble((result.verdict, COLORS[result.verdict]), f" ({result.seconds:.1f} s)")
     )
 
 
-def _where(place: Place | None, tokenizer: Tokenizer | None) -> str:
+def _where(place: Place | None, result: Result) -> str:
     if place is None:
         return ""
+    tokenizer = result.tokenizer
     text = "" if tokenizer is None else f" {tokenizer.token_names[place.token]!r}"
-    prompt = place.pair % NUM_PROMPTS
+    prompt = place.pair % result.num_prompts
     return f"prompt {prompt}, position {place.position}, token {place.token}{text}"
 
 
-def _place_json(place: Place) -> dict[str, int]:
-    prompt = place.pair % NUM_PROMPTS
+def _place_json(place: Place, num_prompts: int) -> dict[str, int]:
+    prompt = place.pair % num_prompts
     return {"prompt": prompt, "position": place.position, "token": place.token}
 
 
@@ -129,16 +129,18 @@ def _json(result: Result, config: EngineConfig) -> dict[str, Any]:
         "attention_backend": info.attention_backend,
         "verdict": result.verdict,
         "seconds": round(result.seconds, 3),
+        "prompts": result.num_prompts,
+        "has_picture": info.sight is not None,
         "rounding": {
             "of": result.rounding_of,
             "mean": result.rounding.mean,
             "max": result.rounding.max,
         },
-        "comparisons": [_comparison_json(one, result.tokenizer) for one in result.comparisons],
+        "comparisons": [_comparison_json(one, result) for one in result.comparisons],
     }
 
 
-def _comparison_json(one: Comparison, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _comparison_json(one: Comparison, result: Result) -> dict[str, Any]:
     shown: dict[str, Any] = {"name": one.subject, "sides": one.sides, "verdict": one.verdict}
     if one.skipped:
         return shown | {"reason": one.skipped}
@@ -150,8 +152,8 @@ def _comparison_json(one: Comparison, tokenizer: Tokenizer | None) -> dict[str, 
         "max_bound": one.bound.max,
         "positions": found.num_positions,
         "greedy_agreed": found.num_agreed,
-        "largest": None if found.place is None else _place_json(found.place),
+        "largest": None if found.place is None else _place_json(found.place, result.num_prompts),
     }
     if one.verdict == Verdict.DIFFERS:
-        shown["reason"] = explain(one, tokenizer)
+        shown["reason"] = explain(one, result)
     return shown

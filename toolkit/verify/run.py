@@ -17,15 +17,17 @@ from toolkit.models import describe
 from toolkit.models.build import load_config
 from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.registry import describe as describe_model
+from toolkit.pictures.families import find_family
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.verify import engines, transformers_model
 from toolkit.verify.compare import FP32_SHARE, NUM_LIKELIEST, Bound, Difference, Scored, compare
 from toolkit.verify.engines import Answers
-from toolkit.verify.prompts import BUDGET_BLOCKS, Sizes
+from toolkit.verify.prompts import BUDGET_BLOCKS, PICTURE_SIZE, Sizes
 from toolkit.weights.formats import Packings
 from toolkit.weights.layout import Kind
 from toolkit.weights.quantization import usable
 from toolkit.worker import WorkerInfo
+from toolkit.worker.startup.towers import read_pictures
 
 Progress = Callable[[str], None]
 """Called with a description of what begins."""
@@ -77,6 +79,7 @@ class Result:
     rounding: Difference
     rounding_of: str  # types whose rounding was measured
     comparisons: list[Comparison]
+    num_prompts: int
     seconds: float
 
     @property
@@ -91,7 +94,9 @@ def verify(config: EngineConfig, progress: Progress) -> Result:
     start = time.perf_counter()
     description = _describe(config)
     sizes = _sizes(config, description)
-    budget = config.scheduler.max_num_batched_tokens or BUDGET_BLOCKS * sizes.block_size
+    # A step has all tokens of a picture that see each other.
+    budget = max(BUDGET_BLOCKS * sizes.block_size, sizes.picture)
+    budget = config.scheduler.max_num_batched_tokens or budget
     # Engines behind one server are equal.
     config = config.with_settings(max_num_batched_tokens=budget, data_parallel_size=1)
     progress("our kernels, step by step")
@@ -130,7 +135,9 @@ def verify(config: EngineConfig, progress: Progress) -> Result:
         ),
     ]
     seconds = time.perf_counter() - start
-    return Result(eager.info, eager.tokenizer, rounding, name, comparisons, seconds)
+    return Result(
+        eager.info, eager.tokenizer, rounding, name, comparisons, len(eager.alone), seconds
+    )
 
 
 def _describe(config: EngineConfig) -> Described:
@@ -155,8 +162,16 @@ def _load_config(config: EngineConfig) -> ArchitectureConfig:
 
 
 def _sizes(config: EngineConfig, description: Described) -> Sizes:
+    folder = locate(config.model.model, config.model.revision)
+    found = read_pictures(folder, _load_config(config), config.pictures)
+    picture = 0
+    if found is not None:
+        sight, tokens, processor = found
+        grid = find_family(sight.family).token_grid(processor, *PICTURE_SIZE)
+        frame = () if tokens.frame is None else (*tokens.frame.before, *tokens.frame.after)
+        picture = len(tokens.ids(grid)) + len(frame)
     return Sizes.fitting(
-        config.cache.block_size, description.max_positions, config.model.max_model_len
+        config.cache.block_size, description.max_positions, config.model.max_model_len, picture
     )
 
 
@@ -253,10 +268,11 @@ def _transformers(
     parameters = max(eager.info.model_parameters, eager.info.num_parameters)
     k = min(NUM_LIKELIEST, eager.info.vocab_size - 1)
     try:
-        theirs = transformers_model.score(folder, config.model, parameters, eager.sequences, k)
+        theirs = transformers_model.score(folder, config, parameters, eager.sequences, k)
     except transformers_model.UnsupportedError as error:
         return Comparison(Subject.TRANSFORMERS, sides, skipped=str(error))
-    return Comparison(Subject.TRANSFORMERS, sides, compare(_pairs(exact, theirs)), bound)
+    pairs = _pairs(exact[: len(theirs)], theirs)
+    return Comparison(Subject.TRANSFORMERS, sides, compare(pairs), bound)
 
 
 def _rotation_by_length(description: Described, sizes: Sizes, eager: Answers) -> str | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit import units
-from toolkit.config import ModelConfig
+from toolkit.config import EngineConfig, ModelConfig
 from toolkit.hardware import memory
 from toolkit.models.build import load_config
 from toolkit.models.config.model_config import ArchitectureConfig
@@ -18,10 +19,13 @@ from toolkit.models.config.registry import describe
 from toolkit.models.config.wrapped import text_config
 from toolkit.models.describe import Decoder
 from toolkit.models.fallback.config import FallbackConfig
+from toolkit.pictures.processor import processor_class
 from toolkit.verify.compare import Scored
+from toolkit.verify.prompts import Question, picture
 from toolkit.weights.formats import QUANTIZATION_FIELDS, Packings
 from toolkit.weights.loading.dense import read_dense
 from toolkit.weights.names import is_of_tower
+from toolkit.worker.startup.towers import read_pictures
 
 SPARE = 1.3
 """Memory over that of the weights, for their conversion and for activations."""
@@ -34,27 +38,41 @@ class UnsupportedError(Exception):
 @torch.inference_mode()
 def score(
     folder: Path,
-    given: ModelConfig,
+    config: EngineConfig,
     num_parameters: int,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Question],
     num_likeliest: int,
 ) -> list[Scored]:
-    """Return what Transformers computes for sequences. Raises UnsupportedError."""
+    """Return what Transformers computes for sequences. Raises UnsupportedError.
+
+    Without the tower, which a quantized checkpoint is read without, those with a picture are left
+    out."""
     needed, free = int(4 * num_parameters * SPARE), memory.available(torch.device("cpu"))
     if needed > free:
         raise UnsupportedError(
             f"Transformers needs {units.size(needed)} of memory in float32, and "
             f"{units.size(free)} are free"
         )
-    model = _load(folder, given)
+    given = config.model
+    own = load_config(folder, given)
+    sees = own.packings is None and any(one.has_picture for one in sequences)
+    model = _load_seeing(folder) if sees else _load(folder, given)
     if given.quantization is not None:
-        is_fallback = isinstance(load_config(folder, given), FallbackConfig)
+        is_fallback = isinstance(own, FallbackConfig)
         _round_weights(model, given.quantization, with_experts=not is_fallback)
-    return [_score(model, list(tokens), num_likeliest) for tokens in sequences]
+    found = []
+    for tokens, has_picture in sequences:
+        inputs: dict[str, Any] = {}
+        if has_picture:
+            if not sees:
+                break
+            inputs = _picture_inputs(model, folder, own, config, list(tokens))
+        found.append(_score(model, list(tokens), num_likeliest, inputs))
+    return found
 
 
-def _score(model: Any, tokens: list[int], num_likeliest: int) -> Scored:
-    logits = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+def _score(model: Any, tokens: list[int], num_likeliest: int, inputs: dict[str, Any]) -> Scored:
+    logits = model(torch.tensor([tokens]), use_cache=False, **inputs).logits[0, :-1]
     chances = logits.float().log_softmax(-1)
     top, given = chances.topk(num_likeliest), torch.tensor(tokens[1:])[:, None]
     ids = torch.cat((top.indices, given), dim=1).tolist()
@@ -67,33 +85,70 @@ def _score(model: Any, tokens: list[int], num_likeliest: int) -> Scored:
 
 
 def _load(folder: Path, given: ModelConfig) -> Any:
+    """Load a model that reads text."""
+
+    def load(transformers: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        own = load_config(folder, given)
+        config = _config(folder, given, own)
+        if own.packings is None and not own.is_wrapped:
+            return transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+                folder, config=config, **options
+            )
+        with torch.device("meta"):
+            kind = type(transformers.AutoModelForCausalLM.from_config(config))
+        weights = _as_read(folder, own)
+        return kind.from_pretrained(  # type: ignore[no-any-return]
+            None, config=config, state_dict=weights, **options
+        )
+
+    return _loaded(load)
+
+
+def _load_seeing(folder: Path) -> Any:
+    """Load a model with its tower."""
+    return _loaded(
+        lambda transformers, options: transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, **options
+        )
+    )
+
+
+def _loaded(load: Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]) -> Any:
+    """Load a model of Transformers with all its tensors. Raises UnsupportedError."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    own = load_config(folder, given)
     options = {
         "dtype": torch.float32,
         "attn_implementation": "eager",
         "output_loading_info": True,
     }
     try:
-        config = _config(folder, given, own)
-        if own.packings is None and not own.is_wrapped:
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, config=config, **options
-            )
-        else:
-            with torch.device("meta"):
-                kind = type(transformers.AutoModelForCausalLM.from_config(config))
-            weights = _as_read(folder, own)
-            model, report = kind.from_pretrained(None, config=config, state_dict=weights, **options)
+        model, report = load(transformers, options)
     except Exception as error:  # Transformers raises many types for what it does not support
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnsupportedError(f"Transformers cannot load it: {text}") from None
     if missing := sorted(report["missing_keys"]):
         raise UnsupportedError(f"Transformers misses tensors of the checkpoint: {missing[0]}")
     return model.eval()
+
+
+def _picture_inputs(
+    model: Any, folder: Path, own: ArchitectureConfig, config: EngineConfig, tokens: list[int]
+) -> dict[str, Any]:
+    """Return the picture's arguments of the model, from Transformers' own image processor."""
+    found = read_pictures(folder, own, config.pictures)
+    assert found is not None, "the engine has taken a picture"
+    sight, _, settings = found
+    processor = processor_class(settings).from_pretrained(
+        folder, **(config.pictures.mm_processor_kwargs or {})
+    )
+    taken = inspect.signature(model.forward).parameters
+    inputs = dict(processor(images=[picture()], return_tensors="pt"))
+    is_picture = (torch.tensor([tokens]) == sight.token_id).int()
+    inputs |= dict.fromkeys(("mm_token_type_ids", "token_type_ids"), is_picture)
+    return {name: value for name, value in inputs.items() if name in taken}
 
 
 def _config(folder: Path, given: ModelConfig, own: ArchitectureConfig) -> Any:
@@ -125,8 +180,8 @@ def _round_weights(model: Any, method: str, *, with_experts: bool) -> None:
     with_experts: round those of experts, too. Shares no code with the engine's quantization, which
     is checked by it."""
     head = model.get_output_embeddings()
-    for module in model.modules():
-        if module is head and method == "fp8":
+    for name, module in model.named_modules():
+        if (module is head and method == "fp8") or is_of_tower(f"{name}."):
             continue
         own_method = "int8" if module is head and method == "int4" else method
         if not with_experts and type(module).__name__.endswith("Experts"):

@@ -14,7 +14,7 @@ from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import Encode
 from toolkit.sequence import Feature
 from toolkit.worker.axes import axis_positions
-from toolkit.worker.graph_policy import PICTURE_ROWS
+from toolkit.worker.graph_policy import MOST_PICTURE_ROWS
 from toolkit.worker.picture_encoder import PictureEncoder
 
 Ints = npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ class FeatureTable:
     def _groups(self, loads: Sequence[Encode]) -> list[list[Encode]]:
         """Split features into those that are computed together, in no more memory than one."""
         groups: list[list[Encode]] = []
-        most, left = max(self.most_rows, PICTURE_ROWS[-1]), 0
+        most, left = max(self.most_rows, MOST_PICTURE_ROWS), 0
         for load in loads:
             num_rows = self.encoder.num_rows(load.grid)
             if num_rows > left:

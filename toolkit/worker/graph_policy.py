@@ -15,8 +15,8 @@ MIXED_TOKENS = (
     8192,
 )  # fmt: skip
 """Padded token counts of captured steps that mix prompts and next tokens."""
-PICTURE_ROWS = tuple(range(128, 2049, 128))
-"""Padded rows of captured towers: those of the pictures that are encoded together."""
+MOST_PICTURE_ROWS = 2048  # of a captured tower
+MOST_PICTURES = 16  # of a captured tower
 MOST_STEP_DRAFTS = 512
 """Drafts of all requests of a step. From about as many tokens on, a step computes more than it
 reads, and takes longer with each."""
@@ -174,6 +174,16 @@ def new_drafter_graphs(shapes: Sequence[StepShape]) -> list[tuple[bool, bool]]:
         if drafts:
             drafted.add(shape.num_reqs)
     return found
+
+
+def picture_rows(fixed: int) -> tuple[int, ...]:
+    """Return the padded rows of captured towers: those of the pictures that are encoded together.
+
+    fixed: rows of every picture; 0 if they differ."""
+    if fixed:
+        count = min(MOST_PICTURES, MOST_PICTURE_ROWS // fixed)
+        return tuple(fixed * number for number in range(1, count + 1))
+    return tuple(range(128, MOST_PICTURE_ROWS + 1, 128))
 
 
 def least(sizes: tuple[int, ...], at_least: int) -> int | None:

@@ -17,9 +17,8 @@ from toolkit.hardware.graph_capture import capture
 from toolkit.hardware.memory import to_device
 from toolkit.models.tower import PictureBatch, TowerModel
 from toolkit.models.towers.parts import Grid, PictureArrays
-from toolkit.worker.graph_policy import PICTURE_ROWS, least
+from toolkit.worker.graph_policy import MOST_PICTURES, least, picture_rows
 
-MOST_PICTURES = 16  # of a graph
 PATCHES_PER_WINDOW = 32  # at least, on average
 
 
@@ -39,6 +38,7 @@ class PictureEncoder:
         self.tower, self.device = tower, device
         self.row_size, self._description = tower.tower.row_size, tower.tower
         self._no_pixels = bytes(tower.tower.patches.pixels)  # of a lead
+        self._sizes = picture_rows(tower.tower.fixed_squares)
         self._graphs: dict[int, _Graph] = {}  # by number of squares
 
     @torch.inference_mode()
@@ -50,7 +50,7 @@ class PictureEncoder:
         if self._description.lead is not None:
             data = [part for one in data for part in (self._no_pixels, one)]
         pixels = np.frombuffer(bytearray().join(data), np.uint8).reshape(len(arrays.places), -1)
-        size = least(PICTURE_ROWS, len(arrays.order))
+        size = least(self._sizes, len(arrays.order))
         graph = None if size is None else self._graphs.get(size)
         if graph is None or not _fits(arrays):
             batch = PictureBatch.of(arrays, self.device, self.tower.dtype)
@@ -80,9 +80,9 @@ class PictureEncoder:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture a graph for each number of rows, on the current stream."""
-        if self._graphs or not has_varlen(self.device, self.tower.dtype):
+        if self._graphs or not self._sizes or not has_varlen(self.device, self.tower.dtype):
             return
-        most, square = PICTURE_ROWS[-1], self._description.merge**2
+        most, square = self._sizes[-1], self._description.merge**2
         patches, device = most * square, self.device
         size = self._description.patches.pixels
         self._pixels = torch.zeros(patches, size, dtype=torch.uint8, device=device)
@@ -91,7 +91,7 @@ class PictureEncoder:
         length = sum(map(len, self._ints(empty, most)))
         self._packed = torch.zeros(length, dtype=torch.int32, device=device)
         pool: Any = torch.cuda.graph_pool_handle()
-        for num_rows in reversed(PICTURE_ROWS):
+        for num_rows in reversed(self._sizes):
             ints = self._ints(empty, num_rows)
             self._packed[: sum(map(len, ints))] = torch.from_numpy(np.concatenate(ints)).to(device)
             batch = self._batch(num_rows, [len(one) for one in ints])
@@ -126,7 +126,7 @@ class PictureEncoder:
             np.concatenate((arrays.back, unread)),
             np.concatenate((arrays.places.ravel(), np.zeros(2 * more, np.int32))),
             _starts(arrays.pictures, MOST_PICTURES),
-            _starts(arrays.windows, patches // PATCHES_PER_WINDOW),
+            _starts(arrays.windows, _most_windows(patches)),
         ]
         if arrays.entries is not None:
             found.append(np.concatenate((arrays.entries.ravel(), np.zeros(4 * more, np.int32))))
@@ -142,8 +142,12 @@ def _starts(lengths: npt.NDArray[Any], count: int) -> npt.NDArray[np.int32]:
 
 
 def _fits(arrays: PictureArrays) -> bool:
-    most = len(arrays.places) // PATCHES_PER_WINDOW
+    most = _most_windows(len(arrays.places))
     return len(arrays.pictures) <= MOST_PICTURES and len(arrays.windows) <= most
+
+
+def _most_windows(num_patches: int) -> int:
+    return max(1, num_patches // PATCHES_PER_WINDOW)
 
 
 def _padding(square: int, has_table: bool) -> PictureArrays:

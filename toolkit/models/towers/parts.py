@@ -140,6 +140,12 @@ class Tower:
         return 0 if self.table is None else math.isqrt(self.table.size - self.table.first)
 
     @property
+    def fixed_squares(self) -> int:
+        """Squares of every picture, the lead included; 0 if pictures differ."""
+        side = self.side // self.merge
+        return side**2 + (self.lead is not None) if self.has_fixed_size else 0
+
+    @property
     def num_first_rows(self) -> int:
         """Rows of a picture before those of its grid."""
         return int(self.lead is not None and self.lead.is_kept)

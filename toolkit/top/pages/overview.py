@@ -101,6 +101,8 @@ def _facts(view: View, width: int) -> Block:
         panels.append(_gpu)
     if view.adapters:
         panels.append(_adapters)
+    if view.pictures:
+        panels.append(_pictures)
     panels += [_steps, _processes] if view.cpu_cores else [_steps]
     panels.append(_finished)
     fitting = max(1, min(len(panels), (width + 2) // (MIN_PANEL + 2)))
@@ -173,6 +175,16 @@ def _cache(view: View, width: int) -> Block:
                 )
             ],
         ),
+    )
+
+
+def _pictures(view: View, width: int) -> Block:
+    return _panel(
+        "Pictures",
+        width,
+        ("per sec.", [(f"{wording.decimal(view.picture_rate):>6}", "value")]),
+        ("shared", _share(view.picture_hit_rate, width, "bar")),
+        ("in all", [(f"{wording.short(view.pictures):>6}", "value")]),
     )
 
 

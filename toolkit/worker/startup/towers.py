@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
 
+from toolkit.config.engine import PictureConfig
 from toolkit.distributed import SINGLE, SINGLE_STAGE, parallel
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.models import describe
+from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.registry import describe as describe_model
 from toolkit.models.config.towers import Sight
 from toolkit.models.model import default_dtype
@@ -48,16 +51,11 @@ class TowerPlan:
         """Return the plan of a model; None if its prompts are text.
 
         Raises CheckpointError if the image processor cannot be used."""
-        sight, given = setup.model_config.sight, setup.config.pictures
-        if not setup.model_config.is_wrapped or not given.most_pictures:
+        given = setup.config.pictures
+        found = read_pictures(setup.folder, setup.model_config, given)
+        if found is None:
             return None
-        if sight is None:
-            logger.warning("the model's tower for pictures is left out: prompts are text")
-            return None
-        if not any((setup.folder / file).is_file() for file in FILES):
-            logger.warning("%s has no %s: prompts are text", setup.folder, " or ".join(FILES))
-            return None
-        tokens, processor = _read_pictures(setup, sight)
+        sight, tokens, processor = found
         grid = find_family(sight.family).largest_grid(processor)
         side = sight.tower.side
         if sight.tower.has_fixed_size and sight.tower.patch_grid(grid) != (side, side):
@@ -130,24 +128,32 @@ class TowerPlan:
         return FeatureTable(encoder, self.num_pages, ROWS_PER_PAGE, self.most_rows)
 
 
-def _read_pictures(setup: Setup, sight: Sight) -> tuple[PictureTokens, ProcessorSettings]:
-    """Return the tokens of pictures, and their image processor. Raises CheckpointError."""
-    tower = sight.tower
+def read_pictures(
+    folder: Path, config: ArchitectureConfig, given: PictureConfig
+) -> tuple[Sight, PictureTokens, ProcessorSettings] | None:
+    """Return a model's tower, the tokens of pictures, and their image processor.
+
+    None if its prompts are text. Raises CheckpointError if they cannot be used."""
+    sight = config.sight
+    if not config.is_wrapped or not given.most_pictures:
+        return None
+    if sight is None:
+        logger.warning("the model's tower for pictures is left out: prompts are text")
+        return None
+    if not any((folder / file).is_file() for file in FILES):
+        logger.warning("%s has no %s: prompts are text", folder, " or ".join(FILES))
+        return None
+    tower, more = sight.tower, given.mm_processor_kwargs or {}
     processor = read_processor(
-        setup.folder,
-        sight.family,
-        setup.config.pictures.mm_processor_kwargs or {},
-        patch_size=tower.patches.size,
-        merge=tower.merge,
+        folder, sight.family, more, patch_size=tower.patches.size, merge=tower.merge
     )
     if problem := find_family(sight.family).problem(processor):
-        raise CheckpointError(f"{setup.folder}: the image processor's settings: {problem}.")
-    tokens = find_tokens(setup.folder, sight.family, sight.token_id, tower.num_first_rows)
+        raise CheckpointError(f"{folder}: the image processor's settings: {problem}.")
+    tokens = find_tokens(folder, sight.family, sight.token_id, tower.num_first_rows)
     if sight.marks is not None:
         count = tokens.num_rows(find_family(sight.family).largest_grid(processor))
-        frame = find_frame(setup.folder, sight.marks, count)
-        tokens = msgspec.structs.replace(tokens, frame=frame)
-    return tokens, processor
+        tokens = msgspec.structs.replace(tokens, frame=find_frame(folder, sight.marks, count))
+    return sight, tokens, processor
 
 
 def find_tower_weights(
