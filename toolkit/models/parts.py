@@ -14,7 +14,7 @@ from toolkit.models.describe import (
     Mix,
     Norm,
 )
-from toolkit.weights.source import Source, by_head, pairs_apart
+from toolkit.weights.source import Source, by_head, consecutive, pairs_apart
 
 
 def attention(config: Any, name: str, *, output: str = "o_proj", **options: Any) -> Attention:
@@ -60,6 +60,18 @@ def gated_experts(config: Any, name: str, counts: tuple[int, int], **options: An
         **options,
     }
     return Experts(**given)
+
+
+def expert_stacks(name: str, size: int, *, transpose: bool = False) -> dict[str, Source]:
+    """Return the sources of experts of which all gates and ups are one tensor, and all downs.
+
+    transpose: they are [in, out]."""
+    gate, up = (
+        Source(f"{name}.gate_up_proj", order, transpose, is_bare=True)
+        for order in consecutive(size, size)
+    )
+    down = Source(f"{name}.down_proj", transpose=transpose, is_bare=True)
+    return {"gate": gate, "up": up, "down": down}
 
 
 def rms_norm(config: Any, name: str, **options: Any) -> Norm:

@@ -48,22 +48,20 @@ def consecutive(*sizes: int) -> tuple[RowOrder, ...]:
 
 
 @cache
-def grouped_by_head(num_kv_heads: int, group: int, head_size: int) -> tuple[RowOrder, ...]:
-    """Return the orders of q, k and v in a tensor of [KV heads, group queries | k | v, head size].
+def grouped(num_groups: int, *sizes: int) -> tuple[RowOrder, ...]:
+    """Return the orders of parts in a tensor of groups that have so many rows of each part.
 
-    GPT-NeoX has a group of one query head for each KV head, Falcon several."""
-    width = (group + 2) * head_size
-    parts = ((0, group), (group, group + 1), (group + 1, group + 2))
+    Such as a group of a KV head's queries, its key and its value (GPT-NeoX, Falcon)."""
+    width = sum(sizes)
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return tuple(
         RowOrder(
-            num_kv_heads * width,
+            num_groups * width,
             tuple(
-                kv_head * width + row
-                for kv_head in range(num_kv_heads)
-                for row in range(begin * head_size, end * head_size)
+                group * width + row for group in range(num_groups) for row in range(end - size, end)
             ),
         )
-        for begin, end in parts
+        for size, end in zip(sizes, ends, strict=True)
     )
 
 

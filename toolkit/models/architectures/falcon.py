@@ -3,7 +3,7 @@
 from toolkit.models.config.model_config import DecoderConfig, Size, require
 from toolkit.models.describe import MLP, Attention, Branch, Decoder, Layer
 from toolkit.models.parts import decoder, layer_norm, pre_norm
-from toolkit.weights.source import Source, consecutive, grouped_by_head
+from toolkit.weights.source import Source, consecutive, grouped
 
 ARCHITECTURES = ("FalconForCausalLM", "FalconModel")
 
@@ -38,7 +38,7 @@ def describe(config: Config) -> Decoder:
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     assert kv_heads is not None
     assert size is not None
-    parts = grouped_by_head(kv_heads, heads // kv_heads, size)
+    parts = grouped(kv_heads, heads // kv_heads * size, size, size)
     if kv_heads == 1 or config.has_separate_qkv:
         parts = consecutive(heads * size, kv_heads * size, kv_heads * size)
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 from toolkit.models.architectures import gpt2
 from toolkit.models.config.model_config import Size, require
 from toolkit.models.describe import Decoder
-from toolkit.weights.source import consecutive, grouped_by_head
+from toolkit.weights.source import consecutive, grouped
 
 ARCHITECTURES = ("GPTBigCodeForCausalLM", "GPTBigCodeModel")
 
@@ -24,4 +24,4 @@ def describe(config: Config) -> Decoder:
     require(config, num_key_value_heads=(None, 1 if config.multi_query else heads))
     if config.multi_query:
         return gpt2.gpt2_decoder(config, 1, consecutive(heads * size, size, size))
-    return gpt2.gpt2_decoder(config, heads, grouped_by_head(heads, 1, size))
+    return gpt2.gpt2_decoder(config, heads, grouped(heads, size, size, size))

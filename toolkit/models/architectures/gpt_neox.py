@@ -3,7 +3,7 @@
 from toolkit.models.config.model_config import DecoderConfig, Size
 from toolkit.models.describe import MLP, Attention, Branch, Decoder, Layer
 from toolkit.models.parts import decoder, layer_norm, pre_norm
-from toolkit.weights.source import Source, consecutive, grouped_by_head
+from toolkit.weights.source import Source, consecutive, grouped
 
 ARCHITECTURES = ("GPTNeoXForCausalLM", "GPTNeoXModel")
 
@@ -36,7 +36,7 @@ def describe(config: Config) -> Decoder:
         parts = (
             consecutive(width, width, width)
             if config.has_separate_qkv
-            else grouped_by_head(heads, 1, size)
+            else grouped(heads, size, size, size)
         )
         q, k, v = (Source(f"{name}.attention.query_key_value", part) for part in parts)
         out, up, down = (

@@ -1,13 +1,12 @@
 """Decoder of Qwen3-VL with experts (Bai et al., 2025): Qwen3-MoE's, whose experts are stacked."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import ClassVar
 
 from toolkit.models.architectures import qwen3_moe
 from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Decoder
-from toolkit.weights.source import Source, consecutive
+from toolkit.models.parts import expert_stacks
 
 ARCHITECTURES = ("Qwen3VLMoeForCausalLM",)
 
@@ -38,15 +37,5 @@ class Config(qwen3_moe.Config, kw_only=True):
 
 
 def describe(config: Config) -> Decoder:
-    return qwen3_moe.describe(config, partial(_stacks, config))
-
-
-def _stacks(config: Config, name: str) -> dict[str, Source]:
-    """Return the sources of all experts, which are one tensor each."""
     size, transpose = config.moe_intermediate_size, config.are_transposed
-    gate, up = (
-        Source(f"{name}.gate_up_proj", order, transpose, is_bare=True)
-        for order in consecutive(size, size)
-    )
-    down = Source(f"{name}.down_proj", transpose=transpose, is_bare=True)
-    return {"gate": gate, "up": up, "down": down}
+    return qwen3_moe.describe(config, lambda name: expert_stacks(name, size, transpose=transpose))
