@@ -26,12 +26,21 @@ VOCAB = 262
 EOS = 256
 NEW_TOKENS = 64  # per answer in the parity tests
 
-_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3Seeing": "Gemma3Config"}
+_CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma3Seeing": "Gemma3Config",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Seeing": "Qwen3_5Config",
+    "Qwen3_5MoeSeeing": "Qwen3_5MoeConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 _SEEING = (
     "Qwen2VL",
     "Qwen2_5_VL",
     "Qwen3VL",
     "Qwen3VLMoe",
+    "Qwen3_5Seeing",
+    "Qwen3_5MoeSeeing",
     "Gemma3Seeing",
     "Mistral3",
     "Llava",
@@ -39,7 +48,7 @@ _SEEING = (
 _HEADS = {"GPT2": "GPT2LMHeadModel"} | {
     family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING
 }
-_OFFSET_NORMS = ("Gemma", "Nemotron")  # their norms multiply by 1 + weight
+_OFFSET_NORMS = ("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")  # their norms multiply by 1 + weight
 _TOKENIZER = Path(__file__).parent / "references" / "tokenizer"
 
 Model = Union[Reference, "torch.nn.Module"]
@@ -82,13 +91,16 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
         for module in model.modules():
             is_norm = "Norm" in type(module).__name__
             for name, parameter in module.named_parameters(recurse=False):
-                is_vector = name.endswith("bias") or name in ("sinks", "class_embedding")
+                is_vector = name.endswith("bias") or name in ("sinks", "class_embedding", "A_log")
                 if is_vector or is_norm:
-                    parameter.normal_(norm_mean if name == "weight" else 0.0, 0.3)
+                    mean = 1.0 if type(module).__name__.endswith("Gated") else norm_mean
+                    parameter.normal_(mean if name == "weight" else 0.0, 0.3)
                 elif isinstance(module, torch.nn.Embedding):
                     parameter.normal_(0.0, parameter.shape[1] ** -0.5)
                 elif parameter is not model.get_input_embeddings().weight:  # not a tied head
                     fan_in = parameter.shape[0 if type(module).__name__ == "Conv1D" else 1]
+                    if type(module).__name__ == "Conv1d":
+                        fan_in = parameter[0].numel()
                     parameter.normal_(0.0, 2 * fan_in**-0.5)
             for name, buffer in module.named_buffers(recurse=False):
                 if "correction_bias" in name:

@@ -130,6 +130,33 @@ MODELS["qwen3-vl-moe"] = (
     },
     {"image_processor_type": "Qwen2VLImageProcessorFast"} | _PROCESSOR,
 )
+_HYBRID = {
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": _AXES | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+    "linear_conv_kernel_dim": 3, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+_SHALLOW = {
+    name: value
+    for name, value in _DENSE["vision_config"].items()
+    if name != "deepstack_visual_indexes"
+}
+MODELS["qwen3.5"] = (
+    "Qwen3_5Seeing",
+    _DENSE | {"text_config": _TEXT | _HYBRID, "vision_config": _SHALLOW},
+    {"image_processor_type": "Qwen2VLImageProcessorFast"} | _PROCESSOR,
+)
+MODELS["qwen3.5-moe"] = (
+    "Qwen3_5MoeSeeing",
+    MODELS["qwen3.5"][1]
+    | {
+        "text_config": _TEXT
+        | _HYBRID
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 16}
+    },
+    {"image_processor_type": "Qwen2VLImageProcessorFast"} | _PROCESSOR,
+)
 MODELS["gemma3"] = (
     "Gemma3Seeing",
     {
@@ -397,7 +424,7 @@ def _gemma_inputs(asked: Asked, name: str) -> Inputs:
 
 _INPUTS: dict[str, Callable[[Asked, str], Inputs]] = {
     "Qwen2VL": _qwen_inputs, "Qwen2_5_VL": _qwen_inputs, "Qwen3VL": _qwen_inputs,
-    "Qwen3VLMoe": _qwen_inputs,
+    "Qwen3VLMoe": _qwen_inputs, "Qwen3_5Seeing": _qwen_inputs, "Qwen3_5MoeSeeing": _qwen_inputs,
     "Mistral3": _mistral_inputs, "Llava": _llava_inputs, "Gemma3Seeing": _gemma_inputs,
 }  # fmt: skip
 """Functions that return Transformers' inputs for pictures, and the prompt with all of their

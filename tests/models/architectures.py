@@ -26,6 +26,30 @@ _TWO_HEADS_OF_96 = _LLAMA | {
     "num_key_value_heads": 1,
 }
 _NEOX = {"num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
+_HYBRID = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": POSITIONS,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+    },
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+_HYBRID_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 _FALCON = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -455,6 +479,17 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        _HYBRID
+        | _HYBRID_EXPERTS
+        | {"norm_topk_prob": True, "mlp_only_layers": [1], "linear_num_value_heads": 6},
+    ),
+    "qwen3.5": ("Qwen3_5", _HYBRID),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        _HYBRID | _HYBRID_EXPERTS | {"linear_num_value_heads": 2, "tie_word_embeddings": True},
+    ),
     "ernie4.5-moe": (
         "Ernie4_5_Moe",
         _MEDIUM
@@ -620,11 +655,16 @@ OPTIONS: dict[str, dict] = {
     "qwen2-moe": {"qkv_bias": False, "norm_topk_prob": False} | _WINDOWS | _EPS,
     "qwen3": {"attention_bias": True} | _WINDOWS | _EPS,
     "qwen3-moe": {"attention_bias": True, "norm_topk_prob": False} | _WINDOWS | _EPS,
+    "qwen3-next": {
+        "attention_bias": True, "norm_topk_prob": False, "decoder_sparse_step": 2,
+    } | _EPS,
+    "qwen3.5": {"attention_bias": True} | _EPS,
+    "qwen3.5-moe": {"attention_bias": True} | _EPS,
     "seed-oss": {"attention_out_bias": False, "attention_bias": False, "mlp_bias": False} | _EPS,
     "smollm3": _EPS,
     "stablelm": _LAYER_EPS,
     "starcoder2": {"use_bias": False, "norm_epsilon": 0.05},
-}
+}  # fmt: skip
 """Values of flags that no row above has, and an epsilon that shows, by the row that they change."""
 
 SHORTEST_PROMPT = {"phi4-long-context": 33}
@@ -636,9 +676,13 @@ WITH_EXPERTS = frozenset(
     {
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"),
         *("granite-moe", "granite-moe-shared", "minimax-m2", "phimoe"),
+        *("qwen3-next", "qwen3.5-moe"),
     }
 )
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
+
+WITH_STATES = frozenset({"qwen3-next", "qwen3.5", "qwen3.5-moe"})
+"""Models with a state for each request: no prefix caching, no swap space, no recorded steps."""
 
 OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})
 """Architectures whose trained models overflow in fp16."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import checkpoints, engines
 from tests.checkpoints import VOCAB, generate
-from tests.models.architectures import ARCHITECTURES, REFUSED, WITH_EXPERTS
+from tests.models.architectures import ARCHITECTURES, REFUSED, WITH_EXPERTS, WITH_STATES
 from tests.models.conftest import LENGTHS, SMALL_POOL
 from toolkit import LLM
 from toolkit.errors import CheckpointError
@@ -55,19 +55,21 @@ def test_ragged_batch_then_prefix_cache_hits(case, llm):
     case.assert_greedy(generate(llm, case.prompts, max_tokens=COUNT), num_tokens=COUNT)
     again = generate(llm, case.prompts[3::2], max_tokens=17)  # into the next block
     for result in again:
-        assert result.num_cached_tokens == (len(result.prompt_token_ids) - 1) // 16 * 16
+        cached = (len(result.prompt_token_ids) - 1) // 16 * 16
+        assert result.num_cached_tokens == (0 if case.name in WITH_STATES else cached)
     case.assert_greedy(again, num_tokens=17)
 
 
 @pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
 def test_decode_steps_are_recorded_on_a_cpu(case, llm):
     """A layer that computes with more than kernels is correct but slow."""
-    assert checkpoints.records_steps(llm) == (case.name not in WITH_EXPERTS)
+    assert checkpoints.records_steps(llm) == (case.name not in WITH_EXPERTS | WITH_STATES)
 
 
 def test_few_layers_launch_the_kernels_of_all(case, llm):
     model = engines.model(llm)
-    kinds = {(one.shape, one.transform.rope is None) for one in model.keepers()}
+    attending = [one for one in model.keepers() if hasattr(one, "shape")]
+    kinds = {(one.shape, one.transform.rope is None) for one in attending}
     with model.with_few_layers():
         steps = [step for layer in model._layers() for step in layer]
     few = [mix.attn for step in steps for mix in step.mixes if hasattr(mix, "attn")]
@@ -88,7 +90,8 @@ def run(case, settings: dict, prompts: list[list[int]]) -> None:
     scheduler.schedule = lambda: (step := schedule(), step and swaps.append(len(step.swap_out)))[0]
     case.assert_greedy(generate(llm, prompts, max_tokens=COUNT), num_tokens=COUNT)
     assert (num_preempted() > 0) == ("num_gpu_blocks_override" in settings)
-    assert (sum(swaps) > 0) == (settings.get("swap_space", 0.0) > 0)
+    can_swap = case.name not in WITH_STATES
+    assert (sum(swaps) > 0) == (can_swap and settings.get("swap_space", 0.0) > 0)
     assert scheduler.pool.usage == 0
     assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
 

@@ -19,6 +19,7 @@ from toolkit.models import architectures
 
 OFF = {
     "alibi": "refused",
+    "are_stacked": "of the tensors: `test_hybrids`",
     "attn_logit_softcapping": "refused in Gemma 3",
     "add_cross_attention": "refused",
     "do_layer_norm_before": "refused",
@@ -38,6 +39,7 @@ OFF = {
     "gptj.scale_attn_weights": "not read, as in Transformers",
     "granitemoe.mlp_bias": "refused",
     "granitemoeshared.mlp_bias": "refused",
+    "qwen3_5_moe_text.norm_topk_prob": "not read, as in Transformers",
     "qwen3_moe.qkv_bias": "not read, as in Transformers",
 }
 """Flags that need no other value here, also as kind.flag, with the reason."""

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from toolkit.errors import CheckpointError
-from toolkit.models.memory import Memory, TokenMemory
+from toolkit.models.memory import Memory, Part, RowMemory, TokenMemory
 from toolkit.weights.activation import activation_kind, gate_kind
 from toolkit.weights.source import Source
 
@@ -153,7 +153,7 @@ class Attention(Mix):
     v: Source
     out: Source
     scale: float
-    bias: bool = False  # of queries, keys and values
+    bias: bool = False  # of queries, keys, values and gate
     out_bias: bool = False
     rope: Rope | None = None
     norm: HeadNorm | None = None
@@ -162,6 +162,8 @@ class Attention(Mix):
     clip: float = 0.0  # queries, keys and values are clamped to ±clip; 0: not
     sinks: str | None = None
     """Name of a tensor with a logit for each head, which joins the softmax (arXiv:2309.17453)."""
+    gate: Source | None = None
+    """A projection as wide as the queries, whose sigmoid multiplies the output."""
 
     @property
     def memory(self) -> TokenMemory:
@@ -184,12 +186,78 @@ class Attention(Mix):
         kv = self.num_kv_heads * self.head_size
         for source, rows in zip((self.q, self.k, self.v), (self.width, kv, kv), strict=True):
             yield source, rows, hidden, self.bias
+        if self.gate is not None:
+            yield self.gate, self.width, hidden, self.bias
         yield self.out, hidden, self.width, self.out_bias
 
     @property
     def width(self) -> int:
         """Number of features of all queries."""
         return self.num_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet(Mix):
+    """A gated delta net (Yang et al., 2024, arXiv:2412.06464) after a short convolution.
+
+    Each head of queries and keys is shared by consecutive heads of values. The output is normed for
+    each head of values, and multiplied by silu(z)."""
+
+    module: ClassVar[str] = "toolkit.models.delta_net:DeltaNetMix"
+    num_k_heads: int
+    num_v_heads: int
+    k_size: int
+    v_size: int
+    width: int  # tokens of the convolution
+    q: Source
+    k: Source
+    v: Source
+    z: Source
+    b: Source  # its sigmoid says how much of what a key stood for is replaced
+    a: Source  # the decay is -exp(A) · softplus(a + time)
+    out: Source
+    decay: str  # name of the tensor A
+    time: str  # name of the tensor added to a
+    convolution: str  # name of its tensors, of the channels of q, k and v
+    norm: str  # name of its tensors
+    eps: float
+
+    @property
+    def group(self) -> int:
+        """Heads of values for each of keys."""
+        return self.num_v_heads // self.num_k_heads
+
+    @property
+    def keys(self) -> int:
+        """Number of features of all keys."""
+        return self.num_k_heads * self.k_size
+
+    @property
+    def values(self) -> int:
+        return self.num_v_heads * self.v_size
+
+    @property
+    def memory(self) -> RowMemory:
+        channels = 2 * self.k_size + self.group * self.v_size  # of a head of keys
+        return RowMemory(
+            (
+                Part(self.num_k_heads, channels * (self.width - 1)),
+                Part(self.num_v_heads, self.k_size * self.v_size, in_float32=True),
+            )
+        )
+
+    def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
+        rows = self.keys, self.keys, self.values, self.values, self.num_v_heads, self.num_v_heads
+        sources = self.q, self.k, self.v, self.z, self.b, self.a
+        for source, number in zip(sources, rows, strict=True):
+            yield source, number, hidden, False
+        yield self.out, hidden, self.values, False
+
+    def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        yield f"{self.convolution}.weight", (2 * self.keys + self.values, 1, self.width), False
+        yield self.decay, (self.num_v_heads,), True
+        yield self.time, (self.num_v_heads,), True
+        yield f"{self.norm}.weight", (self.v_size,), False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class Mix(nn.Module):
 
 
 class AttentionMix(Mix):
-    """Attention. Queries, keys and values are one product."""
+    """Attention. Queries, keys, values and the gate are one product."""
 
     input: MergedLinear
     output: Linear
@@ -77,7 +77,12 @@ class AttentionMix(Mix):
         self.heads = even_shard(attention.num_heads, "attention heads")
         self.kv_heads = kv_head_shard(attention.num_kv_heads)
         shards = [part.times(size) for part in (self.heads, self.kv_heads, self.kv_heads)]
-        sources = attention.q, attention.k, attention.v
+        sources = [attention.q, attention.k, attention.v]
+        self._qkv_size, self._is_gated = sum(one.count for one in shards), False
+        if attention.gate is not None:
+            self._is_gated = True
+            shards.append(shards[0])
+            sources.append(attention.gate)
         self.input = MergedLinear(num_inputs * hidden, shards, sources, bias=attention.bias)
         self.norm = None if attention.norm is None else QKNorm(attention, self.heads, self.kv_heads)
         self._sinks_name, self.sinks = attention.sinks, None
@@ -106,11 +111,13 @@ class AttentionMix(Mix):
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, heads · head_size]."""
-        qkv = self.input(x)
+        qkv, gate = self.input(x), None
+        if self._is_gated:
+            qkv, gate = qkv[:, : self._qkv_size].contiguous(), qkv[:, self._qkv_size :]
         if self.norm is not None:
             self.norm(qkv)
         out: torch.Tensor = self.attn(qkv, batch)
-        return out
+        return out if gate is None else out * gate.sigmoid()
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -15,6 +15,8 @@ _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", None: "mistral"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2", None: "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2", None: "qwen2"},
+    "qwen3_5": {"qwen3_5_text": "qwen3_5_text", None: "qwen3_5_text"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text", None: "qwen3_5_moe_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3", None: "qwen3"},
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_vl_moe_text", None: "qwen3_vl_moe_text"},
 }

@@ -1,0 +1,108 @@
+"""Decoders with gated delta nets: long contexts, chunks, ranks, and slots that are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import checkpoints
+from tests.models.architectures import ARCHITECTURES
+from tests.references import Reference
+from toolkit import LLM, SamplingParams
+
+LENGTHS = 63, 64, 65, 130, 301
+COUNT = 6
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
+MODES: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 2},
+    "chunks of 13": {"max_num_batched_tokens": 13, "max_num_seqs": 1},
+    "chunks of 64": {"max_num_batched_tokens": 64, "async_scheduling": True},
+    "chunks of 65": {"max_num_batched_tokens": 65, "max_num_seqs": 3},
+    "two ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 128},
+    "two stages": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 128},
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Reference:
+    family, settings = ARCHITECTURES["qwen3-next"]
+    longer = {"max_position_embeddings": 512, "linear_num_value_heads": 4, "decoder_sparse_step": 2}
+    return checkpoints.make_model(family, settings | longer)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save(model, tmp_path_factory.mktemp("hybrid"))
+
+
+def answers(llm: LLM, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    given = [{"prompt_token_ids": one} for one in prompts]
+    params = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | settings
+    )
+    found = llm.generate(given, params, use_tqdm=False)
+    return [list(one.token_ids) for request in found for one in request.outputs]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_equal_transformers(model, folder, mode):
+    """Cold, and again in slots that other requests have used."""
+    prompts = model.prompts(LENGTHS, COUNT, checkpoints.VOCAB)
+    expected = [checkpoints.greedy(model, one, COUNT) for one in prompts]
+    llm = LLM(str(folder), **SETTINGS | MODES[mode])
+    assert answers(llm, prompts) == expected
+    assert answers(llm, prompts[:1]) == expected[:1]
+    assert answers(llm, prompts[::-1]) == expected[::-1]
+    llm.shutdown()
+
+
+def test_several_answers_start_from_one_state(model, folder):
+    prompts = model.prompts(LENGTHS, COUNT, checkpoints.VOCAB)[1:4]
+    expected = [checkpoints.greedy(model, one, COUNT) for one in prompts for _ in range(3)]
+    llm = LLM(str(folder), **SETTINGS, max_num_seqs=5, max_num_batched_tokens=40)
+    assert answers(llm, prompts, n=3) == expected
+    first, again = (answers(llm, prompts, n=2, temperature=1.0, seed=4) for _ in range(2))
+    assert first == again
+    assert first[0] != first[1]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
+def test_experts_are_one_tensor_or_several(checkpoint: Callable[[str], Path], tmp_path, name):
+    """Transformers writes a tensor for each expert, and publishers one for all of a layer."""
+    folder = checkpoint(name)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    stacked = {key: one for key, one in tensors.items() if ".experts." not in key}
+    for layer in {key.partition(".experts.")[0] for key in tensors if ".experts." in key}:
+        gate, up, down = (
+            torch.stack([tensors[f"{layer}.experts.{i}.{part}_proj.weight"] for i in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        stacked[f"{layer}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        stacked[f"{layer}.experts.down_proj"] = down
+    save_file(stacked, tmp_path / "model.safetensors", {"format": "pt"})
+    prompts = [[5, 6, 7], list(range(70))]
+    first, second = (answers(LLM(str(one), **SETTINGS), prompts) for one in (folder, tmp_path))
+    assert first == second
+
+
+def test_layers_that_only_draft_are_not_read(model, folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"mtp.fc.weight": torch.ones(3, 4)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    first, second = (answers(LLM(str(one), **SETTINGS), [[5, 6]]) for one in (folder, tmp_path))
+    assert first == second

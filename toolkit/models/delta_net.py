@@ -1,0 +1,115 @@
+"""Gated delta nets: linear attention whose state forgets, and replaces what a key stood for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from toolkit.attention import AttentionBatch
+from toolkit.distributed import current_group, even_shard, full_shard
+from toolkit.kernels.recurrent import Sequences, gated_delta_rule, gated_norm, short_convolution
+from toolkit.layers import Linear, MergedLinear
+from toolkit.models import describe
+from toolkit.models.memory import RowMemory
+from toolkit.models.mix import Mix
+from toolkit.models.model import Keeper
+from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
+from toolkit.weights.weight import parameter
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.products.matmul import Unscaled
+
+
+def sequences_of(batch: AttentionBatch) -> Sequences:
+    """Return the tokens and states of a step's requests."""
+    if "sequences" not in batch.plan:
+        assert batch.state_reads is not None
+        assert batch.state_writes is not None
+        starts = None if batch.max_query_len == 1 else batch.query_start_loc.tolist()
+        batch.plan["sequences"] = Sequences(
+            starts, batch.state_reads, batch.state_writes, batch.is_first
+        )
+    found: Sequences = batch.plan["sequences"]
+    return found
+
+
+class DeltaNetMix(Mix, Keeper):
+    """A gated delta net. Its queries, keys, values, gates and rates are one product."""
+
+    input: MergedLinear
+    output: Linear
+    attends = may_synchronize = True
+
+    def __init__(self, net: describe.DeltaNet, hidden: int, _: object) -> None:
+        super().__init__()
+        self.net = net
+        heads = even_shard(net.num_k_heads, "heads of a delta net")
+        v_heads = heads.times(net.group)
+        self.num_k_heads, self.num_v_heads = heads.count, v_heads.count
+        keys, values = heads.times(net.k_size), v_heads.times(net.v_size)
+        shards = [keys, keys, values, values, v_heads, v_heads]
+        sources = [net.q, net.k, net.v, net.z, net.b, net.a]
+        self.input = MergedLinear(hidden, shards, sources, bias=False)
+        self.output = Linear(net.values, hidden, net.out, bias=False, split="in")
+        ranks = current_group().size
+        self.memory = RowMemory(tuple(part.on_rank(ranks) for part in net.memory.parts))
+        self._widths = [shard.count for shard in shards]
+        self._channels = keys, keys, values
+        channels = sum(self._widths[:3])
+        self.kernel = parameter(torch.zeros(channels, net.width))
+        self.norm_weight = parameter(torch.ones(net.v_size))
+        self.a_log, self.dt_bias = (
+            parameter(torch.zeros(v_heads.count, dtype=torch.float32)) for _ in range(2)
+        )
+        self._v_heads = v_heads
+
+    def bind(self, *tensors: torch.Tensor) -> None:
+        """`tensors`: windows and states, [num_slots, heads, size] each."""
+        windows, states = tensors
+        net, slots = self.net, len(windows)
+        self.windows = windows.view(slots, net.width - 1, -1)
+        self.states = states.view(slots, self.num_v_heads, net.k_size, net.v_size)
+
+    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+        """Return the input of `output`, [num_tokens, v_heads · v_size]."""
+        net, sequences = self.net, sequences_of(batch)
+        y: torch.Tensor = self.input(x)
+        widths = [sum(self._widths[:3]), *self._widths[3:]]
+        qkv, z, b, a = torch.split(y, widths, dim=1)
+        qkv = short_convolution(qkv, self.kernel, self.windows, sequences)
+        q, k, v = torch.split(qkv, self._widths[:3], dim=1)
+        decay = -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)
+        out = gated_delta_rule(
+            q.reshape(-1, self.num_k_heads, net.k_size),
+            k.reshape(-1, self.num_k_heads, net.k_size),
+            v.reshape(-1, self.num_v_heads, net.v_size),
+            decay,
+            b.float().sigmoid(),
+            self.states,
+            sequences,
+        )
+        gated_norm(out, z.reshape(out.shape), self.norm_weight, net.eps)
+        return out.flatten(1)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (self.net.group, self.net.width, *super().kind)
+
+    def slots(self) -> Slots:
+        kernel: list[Slot | JoinedSlot] = []
+        all_rows = full_shard(sum(shard.total for shard in self._channels))
+        first = total = 0
+        for shard in self._channels:
+            rows = self.kernel[first : first + shard.count, None]
+            order = range(total + shard.begin, total + shard.begin + shard.count)
+            kernel.append(Slot(rows, shards=(all_rows,), order=tuple(order)))
+            first, total = first + shard.count, total + shard.total
+        shards = (self._v_heads,)
+        return {
+            f"{self.net.convolution}.weight": joined_slot(kernel),
+            self.net.decay: Slot(self.a_log, shards=shards),
+            self.net.time: Slot(self.dt_bias, shards=shards),
+            f"{self.net.norm}.weight": Slot(self.norm_weight),
+        }
