@@ -22,6 +22,8 @@ class Sequences(NamedTuple):
     reads: torch.Tensor  # [num_reqs] int, slot of the state before
     writes: torch.Tensor  # [num_reqs] int, slot of the state after
     is_first: torch.Tensor  # [num_reqs] bool: the state before is zeros, whatever the slot has
+    keeps: torch.Tensor  # [num_reqs] int, slot of a snapshot; negative: none
+    after: list[int]  # number of each request's tokens in its snapshot, if each has several
 
 
 def short_convolution(
@@ -35,12 +37,15 @@ def short_convolution(
     kernel = weight.float().T  # [width, channels]
     if sequences.starts is None:
         inputs = torch.cat((before, x[:, None]), 1)
-        windows[sequences.writes] = inputs[:, 1:].to(windows.dtype)
+        _write(windows, inputs[:, 1:], sequences)
         return F.silu((inputs.float() * kernel).sum(1)).to(x.dtype)
     out = torch.empty_like(x)
     for index, (first, end) in enumerate(_spans(sequences.starts)):
         inputs = torch.cat((before[index], x[first:end]))
         windows[sequences.writes[index]] = inputs[end - first :].to(windows.dtype)
+        if (after := sequences.after[index]) > 0:
+            kept = inputs[after : after + width - 1]
+            windows[sequences.keeps[index]] = kept.to(windows.dtype)
         parts = inputs.float().unfold(0, width, 1)  # [tokens, channels, width]
         out[first:end] = F.silu((parts * kernel.T).sum(2)).to(x.dtype)
     return out
@@ -69,14 +74,16 @@ def gated_delta_rule(
         state = state * decay.exp()[..., None, None]
         update = (v - _read(state, k)) * beta[..., None]
         state = state + k[..., None] * update[..., None, :]
-        states[sequences.writes] = state.to(states.dtype)
+        _write(states, state, sequences)
         return _read(state, q).to(dtype)
     out = torch.empty_like(v)
     for index, (first, end) in enumerate(_spans(sequences.starts)):
-        own = state[index]
-        for at in range(first, end, CHUNK):
-            part = slice(at, min(at + CHUNK, end))
+        own, after = state[index], sequences.after[index]
+        for at, stop in _chunks(first, end, after):
+            part = slice(at, stop)
             out[part], own = _chunk(q[part], k[part], v[part], decay[part], beta[part], own)
+            if stop - first == after:
+                states[sequences.keeps[index]] = own.to(states.dtype)
         states[sequences.writes[index]] = own.to(states.dtype)
     return out.to(dtype)
 
@@ -117,6 +124,21 @@ def _before(states: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """Return the states before the step, [num_reqs, ...]. A slot of no request may have NaN."""
     is_first = sequences.is_first.view(-1, *[1] * (states.dim() - 1))
     return states[sequences.reads].masked_fill(is_first, 0.0)
+
+
+def _write(states: torch.Tensor, after: torch.Tensor, sequences: Sequences) -> None:
+    """Write the states after the step of requests with one token each, and snapshots."""
+    after = after.to(states.dtype)
+    states[sequences.writes] = after
+    which = (sequences.keeps >= 0).nonzero()[:, 0]
+    states[sequences.keeps[which]] = after[which]
+
+
+def _chunks(first: int, end: int, after: int) -> list[tuple[int, int]]:
+    """Return parts of a request's tokens, one of which ends where its snapshot does."""
+    middle = first + max(after, 0)
+    starts = [*range(first, middle, CHUNK), *range(middle, end, CHUNK)]
+    return list(pairwise([*starts, end]))
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,14 @@ def sequences(lengths: tuple[int, ...]) -> Sequences:
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     is_decode = set(lengths) == {1}
     slots = torch.tensor(READS), torch.tensor(WRITES)
-    return Sequences(None if is_decode else starts, *slots, torch.tensor(IS_FIRST))
+    keeps, after = torch.tensor([-1, 6, 8, -1, -1]), [-1, 64, 5, -1, -1]
+    given = None if is_decode else starts
+    return Sequences(given, *slots, torch.tensor(IS_FIRST), keeps, [] if is_decode else after)
+
+
+def kept(kind: str) -> dict[int, tuple[int, int]]:
+    """Return (slot, tokens) of each request's snapshot."""
+    return {1: (6, 1), 2: (8, 1)} if kind == "decode" else {1: (6, 64), 2: (8, 5)}
 
 
 def spans(lengths: tuple[int, ...]) -> list[slice]:
@@ -42,7 +49,11 @@ def test_convolutions_go_on_from_their_windows(kind):
         expected = F.conv1d(inputs.T[None], weight.double()[:, None], groups=channels)[0].T
         torch.testing.assert_close(found[span], F.silu(expected).float(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(windows[WRITES[index]], inputs[1 - WIDTH :].float())
-    untouched = [slot for slot in range(SLOTS) if slot not in WRITES]
+        if index in kept(kind):
+            slot, after = kept(kind)[index]
+            expected = inputs[after : after + WIDTH - 1].float()
+            torch.testing.assert_close(windows[slot], expected)
+    untouched = [slot for slot in range(SLOTS) if slot not in (*WRITES, 6, 8)]
     torch.testing.assert_close(windows[untouched], before[untouched], equal_nan=True)
 
 
@@ -65,6 +76,7 @@ def test_delta_rule_equals_a_loop_in_float64(kind):
     for index, span in enumerate(spans(lengths)):
         state = torch.zeros_like(before[0]) if IS_FIRST[index] else before[READS[index]]
         state = state.double()
+        slot, after = kept(kind).get(index, (0, 0))
         for token in range(span.start, span.stop):
             for head in range(V_HEADS):
                 key, query = (one[token, head // (V_HEADS // K_HEADS)] for one in (unit_k, unit_q))
@@ -75,6 +87,8 @@ def test_delta_rule_equals_a_loop_in_float64(kind):
                 torch.testing.assert_close(
                     found[token, head].double(), expected, rtol=1e-4, atol=1e-5
                 )
+            if token - span.start + 1 == after:
+                torch.testing.assert_close(states[slot].double(), state, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(states[WRITES[index]].double(), state, rtol=1e-4, atol=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.models.architectures import ARCHITECTURES
 from tests.references import Reference
 from toolkit import LLM, SamplingParams
@@ -106,3 +107,70 @@ def test_layers_that_only_draft_are_not_read(model, folder, tmp_path):
     )
     first, second = (answers(LLM(str(one), **SETTINGS), [[5, 6]]) for one in (folder, tmp_path))
     assert first == second
+
+
+def test_warm_equals_cold_at_every_length(model, folder):
+    """Prompts that repeat, that share a beginning, and that go on after an answer."""
+    text = model.prompts(LENGTHS, COUNT, checkpoints.VOCAB)[-1]
+    settings = SETTINGS | {"max_num_batched_tokens": 500, "max_num_seqs": 32}
+    cold = LLM(str(folder), **settings, enable_prefix_caching=False)
+    warm = LLM(str(folder), **settings)
+    prompts = [text[:length] for length in range(66, 130)]
+    others = [[*one, 5, 6, 7] for one in prompts]
+    expected = answers(cold, prompts, max_tokens=66)
+    assert answers(warm, prompts, max_tokens=66) == expected
+    assert answers(warm, prompts[::3], max_tokens=66) == expected[::3]
+    assert answers(warm, others) == answers(cold, others)
+    turns = [[*one, *answer, *text[:3]] for one, answer in zip(prompts, expected, strict=True)]
+    assert answers(warm, turns) == answers(cold, turns)
+    cold.shutdown()
+    warm.shutdown()
+
+
+def test_cached_tokens_are_those_of_snapshots(folder):
+    def cached(prompts: list[list[int]]) -> list[int]:
+        given = [{"prompt_token_ids": one} for one in prompts]
+        return [one.num_cached_tokens for one in llm.generate(given, GREEDY, use_tqdm=False)]
+
+    llm = LLM(str(folder), **SETTINGS)
+    system = [(7 * i * i + 3) % 250 for i in range(150)]
+    first, second, third = ([*system, k, *range(80)] for k in (251, 252, 253))
+    assert cached([first]) == [0]
+    assert cached([first]) == [192]  # of 231 tokens
+    assert cached([second]) == [0]  # its blocks are cached, and no state at 128
+    assert cached([third]) == [128]  # that is where `second` parted from `first`
+    assert cached([second]) == [192]
+    [answer] = answers(llm, [first], max_tokens=100)
+    assert cached([[*first, *answer, 3, 4]]) == [320]  # of 331: the answer passed it
+    llm.reset_prefix_cache()
+    assert cached([first]) == [0]
+    llm.shutdown()
+
+
+def test_random_requests_equal_those_alone(folder):
+    """Prompts of a tree, with too few blocks and snapshots for all of them."""
+    chance = random.Random(3)
+    words = [[chance.randrange(250) for _ in range(chance.randrange(20, 90))] for _ in range(6)]
+    prompts, asked = [], []
+    for _ in range(60):
+        parts = words[: chance.randrange(4)] + [chance.choice(words) for _ in range(2)]
+        prompts.append([token for part in parts for token in part][: chance.randrange(20, 330)])
+        count = chance.choice((1, 5, 40, 100))
+        asked.append(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+    alone = LLM(str(folder), **SETTINGS, max_num_seqs=16, enable_prefix_caching=False)
+    small = {"num_gpu_blocks_override": 70, "state_cache_gib": 1e-4, "max_model_len": 448}
+    llm = LLM(str(folder), **SETTINGS, **small, max_num_seqs=6, max_num_batched_tokens=90)
+    num_preempted = engines.count_stats(llm, "num_preemptions")
+    num_hits = engines.count_stats(llm, "prefix_cache_hits")
+    found, expected = (
+        [
+            list(one.outputs[0].token_ids)
+            for one in engine.generate(
+                [{"prompt_token_ids": one} for one in prompts], asked, use_tqdm=False
+            )
+        ]
+        for engine in (llm, alone)
+    )
+    assert found == expected
+    assert num_preempted() > 3
+    assert num_hits() > 500

@@ -80,6 +80,11 @@ class Row:
     drafts: list[int] = field(default_factory=list)
 
 
+def plan_grain(block_size: int) -> int:
+    """Return a grain of two blocks: short prompts then have several boundaries."""
+    return 2 * block_size
+
+
 class Device:
     """Executes steps like a worker. Raises AssertionError where a worker would compute garbage."""
 
@@ -95,7 +100,7 @@ class Device:
             ]
             for count in (plan.num_blocks, plan.num_host_blocks)
         )
-        self.states: dict[int, int] | None = {} if plan.has_row_states else None
+        self.states: dict[int, int] | None = {} if plan.num_state_slots else None
         self.rows: dict[int, Row] = {}
         self.adapters = {0: ""}  # keys by slot
         self.pages: dict[int, tuple[bytes, int]] = {}  # digest, and the number among its pages
@@ -140,7 +145,7 @@ class Device:
                 row = self.rows[number]
                 end = len(row.tokens) - count
                 row.tokens, row.drafts = row.tokens[:end], row.tokens[end:]
-        work, written = [], dict[int, int]()
+        work, written, num_written = [], dict[int, int](), 0
         for number, count, computed, samples, drafts in zip(
             step.rows.tolist(),
             step.num_tokens.tolist(),
@@ -164,15 +169,24 @@ class Device:
             if self.states is not None and not self.is_broken:
                 at, before = len(work) - 1, prefixes[start - 1] if start else None
                 read = int(step.state_reads[at])
-                assert (step.state_writes == read).sum() <= (step.state_writes[at] == read), (
+                all_written = [*step.state_writes.tolist(), *step.state_keeps[:, 0].tolist()]
+                assert all_written.count(read) <= (step.state_writes[at] == read), (
                     "a step reads a slot that another request of the step writes"
                 )
                 found = self.states.get(read) if start else None
                 assert found == before, "a row continues another request's state, or an old one"
+                slot, after = step.state_keeps[at].tolist()
+                if slot >= 0:
+                    assert slot not in written, "a slot is written twice"
+                    assert (start + after) % plan_grain(self.block_size) == 0
+                    written[slot] = prefixes[start + after - 1]
+                    num_written += 1
+                assert step.state_writes[at] not in written, "a slot is written twice"
                 written[int(step.state_writes[at])] = prefixes[start + count - 1]
+                num_written += 1
         if self.states is not None:
-            assert self.is_broken or len(written) == len(work), "each writes a slot of its own"
-            self.states |= written
+            assert self.is_broken or len(written) == num_written
+            self.states |= dict.fromkeys(written, GARBAGE) if self.is_broken else written
         # A layer first writes all keys of a step, then reads.
         for row, start, end, _, _, prefixes in work:
             for position in range(start, end):
@@ -280,7 +294,7 @@ class Plan:
     rows_per_page: int = 2
     most_encoded: int = 4
     most_drafts: int = 0
-    has_row_states: bool = False  # then blocks are not shared, and not swapped
+    num_state_slots: int = 0  # with states, nothing is swapped
     schedules_singly: bool = False
     """Schedule each running request in Python, as when blocks are scarce."""
     arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
@@ -344,9 +358,10 @@ def make_scheduler(plan: Plan) -> Scheduler:
             max_num_batched_tokens=plan.budget,
             max_model_len=MAX_MODEL_LEN,
             policy=plan.policy,
-            num_host_blocks=0 if plan.has_row_states else plan.num_host_blocks,
+            num_host_blocks=0 if plan.num_state_slots else plan.num_host_blocks,
             enable_prefix_caching=plan.caching,
-            has_row_states=plan.has_row_states,
+            num_state_slots=plan.num_state_slots,
+            state_grain=plan_grain(plan.block_size),
             num_stages=plan.num_stages,
             max_loras=plan.max_loras,
             num_feature_pages=plan.num_feature_pages,
@@ -463,8 +478,7 @@ def check_ownership(scheduler: Scheduler) -> None:
     scheduler.check()
     pool = scheduler.pool
     num_holders = [0] * pool.num_blocks
-    anchored = [] if scheduler.states is None else scheduler.states.anchored_blocks
-    for block in chain(*(request.blocks for request in scheduler.running), *anchored):
+    for block in chain(*(request.blocks for request in scheduler.running)):
         num_holders[block] += 1
     assert num_holders == list(map(pool.num_references, range(pool.num_blocks)))
     assert pool.num_free == num_holders.count(0)
@@ -491,7 +505,9 @@ def check_all_is_free(scheduler: Scheduler, plan: Plan) -> None:
     assert scheduler.num_waiting == scheduler.num_steps_in_flight == 0
     assert scheduler.schedule() is None
     if scheduler.states is not None:
-        assert not scheduler.states.anchored_blocks
+        scheduler.reset_prefix_cache()
+        assert scheduler.states.problem([]) is None
+        assert len(scheduler.states._free) == plan.num_state_slots
 
 
 def make_request(

@@ -27,7 +27,7 @@ from tests.scheduler.simulation import (
 from toolkit.scheduler import FinishReason, ModelOutput, Request, Scheduler
 from toolkit.scheduler.blocks.block_pool import BlockPool
 from toolkit.scheduler.blocks.block_tables import BlockTables
-from toolkit.scheduler.states import StateSlots
+from toolkit.scheduler.states import Snapshot, StateSlots
 from toolkit.sequence import Feature
 
 thorough = settings(
@@ -92,8 +92,8 @@ def plans(draw, *, failing: bool = False, aborting: bool = True, seeing: bool = 
     caching = draw(st.booleans())
     count = draw(st.integers(1, 7))
     budget = draw(st.sampled_from([1, 3, 8, 16, 100]))
-    has_row_states = draw(st.sampled_from([False, False, True]))
-    fits = budget >= 5 and not has_row_states and not failing  # failures lower the budget
+    num_snapshots = draw(st.sampled_from([None, None, 0, 2, 9]))
+    fits = budget >= 5 and num_snapshots is None and not failing  # failures lower the budget
     digests = [b"a", b"b", b"d", *[b"c"] * fits] if seeing else []
     arrivals = [
         (draw(st.integers(0, 12)), draw(groups(index, caching, digests))) for index in range(count)
@@ -111,10 +111,11 @@ def plans(draw, *, failing: bool = False, aborting: bool = True, seeing: bool = 
         max_loras=draw(st.integers(1, 3)),
         num_feature_pages=draw(st.integers(3, 6)),
         most_encoded=draw(st.sampled_from([1, 4, 20])),
-        has_row_states=has_row_states,
         arrivals=arrivals,
     )
-    plan.most_drafts = 0 if plan.has_row_states else draw(st.sampled_from([0, 1, 3]))
+    if num_snapshots is not None:
+        plan.num_state_slots = plan.max_num_seqs + num_snapshots
+    plan.most_drafts = 0 if plan.num_state_slots else draw(st.sampled_from([0, 1, 3]))
     names = [request.id for request in plan.requests]
     if aborting:
         plan.aborts = draw(
@@ -255,27 +256,26 @@ def swap_out_in_another_order(tables: BlockTables, request: Request) -> list[tup
     return list(zip(blocks, reversed(hosts), strict=True))
 
 
-def share_with_row_states(tables: BlockTables, request: Request) -> list[int]:
-    tables._shares = True
-    return FIND_CACHED(tables, request)
+def begin_without_a_state(states: StateSlots, request: Request, cached: list[int]) -> Any:
+    return None, cached
 
 
-def keep_a_state_in_place(states: StateSlots, request: Request) -> int:
-    read = GO_ON(states, request)
-    if read != request.state_slot:
-        states._free.append(request.state_slot)
-        request.state_slot = read
-    return read
+def begin_with_what_is_not_written_yet(
+    states: StateSlots, request: Request, cached: list[int]
+) -> Any:
+    states._step += 1
+    try:
+        return BEGIN_WITH(states, request, cached)
+    finally:
+        states._step -= 1
 
 
-def free_what_is_read(states: StateSlots, leader: Request) -> None:
-    DROP(states, leader)
-    states._free += states._being_read
-    states._being_read = []
+def free_what_is_read(states: StateSlots, snapshot: Snapshot) -> bool:
+    return snapshot.written == states._step
 
 
-GO_ON, DROP = StateSlots.go_on, StateSlots._drop
-RELEASE, SWAP_OUT, FIND_CACHED = BlockPool.release, BlockTables.swap_out, BlockTables.find_cached
+BEGIN_WITH = StateSlots.begin_with
+RELEASE, SWAP_OUT = BlockPool.release, BlockTables.swap_out
 MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
     "a block is not released": (BlockPool, "release", leak_the_last_block, {}),
     "a hash outlives its block": (BlockPool, "_evict", keep_the_hash, {}),
@@ -287,14 +287,17 @@ MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
         BlockTables, "swap_out", swap_out_in_another_order, {"num_host_blocks": 40}
     ),
     "a state is expected in a cached block": (
-        BlockTables, "find_cached", share_with_row_states, {"has_row_states": True}
+        StateSlots, "begin_with", begin_without_a_state, {"num_state_slots": 9}
     ),
-    "a leader writes the state that siblings read": (
-        StateSlots, "go_on", keep_a_state_in_place, {"has_row_states": True}
+    "a snapshot is read by the step that writes it": (
+        StateSlots, "begin_with", begin_with_what_is_not_written_yet, {"num_state_slots": 9}
     ),
     "a slot is written while another request reads it": (
-        StateSlots, "_drop", free_what_is_read,
-        {"has_row_states": True, "num_blocks": 40, "max_num_seqs": 7},
+        StateSlots, "_is_busy", free_what_is_read, {"num_state_slots": 4, "num_blocks": 40}
+    ),
+    "snapshots of a dropped step are kept": (
+        StateSlots, "clear", lambda states: None,
+        {"num_state_slots": 9, "num_blocks": 40, "failures": {0: "error"}, "depth": 2},
     ),
 }  # fmt: skip
 
@@ -312,10 +315,6 @@ def test_planted_mistakes_in_the_accounts_are_found(monkeypatch, mistake):
         for i in range(5)
     ]
     late = 9
-    if owner is StateSlots:  # siblings, and a request that begins in the same step as the last
-        late = 1
-        for request in requests[1:4]:
-            request.leader = requests[0]
     settings = {"num_blocks": 12, "arrivals": [(0, requests[:4]), (late, requests[4:])]} | settings
     plan = Plan(**settings)
     monkeypatch.setattr(owner, name, wrong)
@@ -518,15 +517,15 @@ def test_a_request_larger_than_the_cache_is_refused():
     assert scheduler.num_unfinished == 0
 
 
-@pytest.mark.parametrize("has_row_states", [False, True])
-def test_siblings_wait_for_their_leader_and_then_share_its_prompt(has_row_states):
+@pytest.mark.parametrize("num_state_slots", [0, 4, 8])
+def test_siblings_wait_for_their_leader_and_then_share_its_prompt(num_state_slots):
     leader = make_request("0/0", [2] * 17, max_tokens=8, ignore_eos=True)
     others = [
         make_request(f"0/{i}", [2] * 17, max_tokens=8, ignore_eos=True, leader=leader, seed=i)
         for i in (1, 2)
     ]
     plan = Plan(
-        budget=6, num_blocks=40, has_row_states=has_row_states, arrivals=[(0, [leader, *others])]
+        budget=6, num_blocks=40, num_state_slots=num_state_slots, arrivals=[(0, [leader, *others])]
     )
     outcome = run(plan)
     check_answers(plan, allowed=set())

@@ -7,6 +7,7 @@ from toolkit.attention.backend import (
     Backends,
     FeatureRows,
     HeadTransform,
+    StateRows,
     choose_backend,
 )
 from toolkit.attention.layer import Attention
@@ -21,5 +22,6 @@ __all__ = [
     "FeatureRows",
     "HeadNorm",
     "HeadTransform",
+    "StateRows",
     "choose_backend",
 ]

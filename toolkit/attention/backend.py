@@ -23,6 +23,22 @@ class FeatureRows:
     """[num_rows, hidden · (1 + levels)]: embeddings, and what first layers add to the residual."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Slots of the states of a step's requests, int32 [num_reqs] each.
+
+    A layer reads all before it writes any. Snapshots are written in addition to the states."""
+
+    reads: torch.Tensor  # slot of the state before the step; see `AttentionBatch.is_first`
+    writes: torch.Tensor  # slot of the state after it
+    keeps: torch.Tensor  # slot of a snapshot; negative: none
+    after: torch.Tensor  # number of the request's tokens in this step that the snapshot has
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.reads, self.writes, self.keeps, self.after
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """A step's tokens and requests. Tokens are packed, request after request.
@@ -50,9 +66,7 @@ class AttentionBatch:
 
     It is no earlier than its own, nor than that of the request's token before it, and in the cache
     after this step. Without prompts (`verifies`, `max_query_len` 1) each token's is its own."""
-    state_reads: torch.Tensor | None = None
-    """[num_reqs], slot of each request's state. None: the model has no memory of rows."""
-    state_writes: torch.Tensor | None = None  # [num_reqs], slot of its state after the step
+    states: StateRows | None = None  # None: the model has no memory of rows
     verifies: bool = False
     """Requests have their newest token and drafts, up to `max_query_len` in all, and no prompt."""
     is_adapted: bool = False  # some requests have LoRA adapters

@@ -177,6 +177,13 @@ class CacheConfig:
         maximum=MAX_GIB,
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of shared prefixes.")
+    state_cache_gib: float | None = option(
+        None,
+        "Memory in GiB for states after prompts, of models with recurrent layers: with them, a "
+        "shared prefix is reused. Default: a quarter of the cache's memory.",
+        minimum=0.0,
+        maximum=MAX_GIB,
+    )
 
     def __post_init__(self) -> None:
         check_all(self)

@@ -66,11 +66,6 @@ class EngineCore:
     ) -> None:
         """`read_tokenizer` is called once, in a thread, for the first request with a grammar."""
         self.info = info = executor.info
-        if info.has_row_states:
-            logger.info(
-                "layers keep a state for each request: no prefix caching and no swap space; "
-                "preempted requests are computed again"
-            )
         self.executor = executor
         self.scheduler = Scheduler(
             num_blocks=info.num_blocks,
@@ -81,7 +76,7 @@ class EngineCore:
             policy=config.scheduler.scheduling_policy,
             num_host_blocks=info.num_host_blocks,
             enable_prefix_caching=config.cache.enable_prefix_caching and info.chunks_prompts,
-            has_row_states=info.has_row_states,
+            num_state_slots=info.num_state_slots,
             chunks_prompts=info.chunks_prompts,
             num_stages=config.parallel.pipeline_parallel_size,
             max_loras=config.lora.max_loras,

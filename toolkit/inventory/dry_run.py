@@ -133,6 +133,8 @@ def as_fields(name: str, result: Estimate) -> dict[str, Any]:
         "step_bytes": result.step,
         "block_size": result.block_size,
         "num_blocks": result.num_blocks,
+        "state_bytes": result.states[2],
+        "num_state_snapshots": result.states[1],
         "cache_bytes": result.cache,
         "outside_windows_bytes": int(result.outside_windows * result.cache),
         "token_bytes": result.block_bytes / result.block_size,
@@ -166,6 +168,10 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         return [*facts, ("context", f"{result.max_model_len:,} tokens; an encoder has no KV cache")]
     per_token = f"{size(result.block_bytes / result.block_size)} each"
     facts += [("KV cache", f"{size(result.cache)}: {result.num_tokens:,} tokens, {per_token}")]
+    requests, snapshots, state_bytes = result.states
+    if state_bytes:
+        text = f"{size(state_bytes)} each: {requests} of requests (--max-num-seqs), {snapshots}"
+        facts += [("states", f"{text} after prompts (--state-cache-gib)")]
     windows = []
     if result.outside_windows:
         idle = size(result.outside_windows * result.cache)

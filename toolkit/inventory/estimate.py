@@ -34,8 +34,9 @@ from toolkit.weights.layout import (
     while_loading,
 )
 from toolkit.worker.startup.cache_problem import (
+    CacheCounts,
     cache_problem,
-    count_blocks,
+    count_parts,
     memory_problem,
 )
 
@@ -67,6 +68,7 @@ class Estimate:
     drafter: int = 0  # bytes of its weights, which `weights` contains
     tower: int = 0  # bytes of its weights, which `weights` contains
     pictures: int = 0  # bytes for encoded pictures
+    states: tuple[int, int, int] = (0, 0, 0)  # of requests, snapshots, and bytes of each
     outside_windows: float
     """Part of the cache of a full-length sequence, in all layers, that no attention reads."""
 
@@ -198,11 +200,11 @@ def estimate(
         drafts_spare = (engine.scheduler.max_num_seqs + 1) * per_row * layout(drafts).block_bytes
         stages = [(weights + drafter_weights, memory) for weights, memory in stages]
 
-    def blocks_of(weights: int, memory: Sequence[Memory]) -> tuple[int, int]:
+    def parts_of(weights: int, memory: Sequence[Memory]) -> CacheCounts:
         if not has_cache:
-            return 0, 0
+            return CacheCounts(0, 0, 0)
         own = layout(memory, drafter=drafts)
-        return _count_blocks(engine, device, weights, step, spare_of(own), own, max_model_len)
+        return _count_parts(engine, device, weights, step, spare_of(own), own, max_model_len)
 
     def spare_of(own: MemoryLayout) -> int:
         num_rows = engine.scheduler.max_num_seqs + 1  # one for padding
@@ -212,9 +214,9 @@ def estimate(
     on_gpu = device.kind == "cuda"
     least = step if on_gpu else CPU_RUNTIME
     weights, memory = min(
-        stages, key=lambda stage: (stage[0] + least <= device.free, blocks_of(*stage)[0], -stage[0])
+        stages, key=lambda stage: (stage[0] + least <= device.free, parts_of(*stage)[0], -stage[0])
     )
-    num_blocks, num_host_blocks = blocks_of(weights, memory)
+    num_blocks, num_host_blocks, num_snapshots = parts_of(weights, memory)
     own = layout(memory, drafter=drafts)
     block_bytes = own.block_bytes
     return Estimate(
@@ -238,13 +240,14 @@ def estimate(
             engine,
             device,
             free=device.free - weights - least,
-            cache=num_blocks * block_bytes + spare_of(own),
+            cache=num_blocks * block_bytes + num_snapshots * own.row_bytes + spare_of(own),
             swap=num_host_blocks * block_bytes,
             tables=0 if on_gpu else steps.rows,
         ),
         drafter=drafter_weights,
         tower=0 if tower is None else tower.weights,
         pictures=table,
+        states=(engine.scheduler.max_num_seqs, num_snapshots, own.row_bytes),
         outside_windows=layout(described.memory).outside_windows(max_model_len),
     )
 
@@ -372,7 +375,7 @@ def _is_measured(engine: EngineConfig, device: Device) -> bool:
     return device.kind == "cuda" and not is_given
 
 
-def _count_blocks(
+def _count_parts(
     engine: EngineConfig,
     device: Device,
     weights: int,
@@ -380,20 +383,19 @@ def _count_blocks(
     spare: int,
     layout: MemoryLayout,
     max_model_len: int,
-) -> tuple[int, int]:
+) -> CacheCounts:
     cache = engine.cache
     if device.kind == "cuda":
         used = device.total - device.free
         room = int(device.total * cache.gpu_memory_utilization) - used - weights - step - spare
     else:
         room = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE) - spare
-    return count_blocks(
+    return count_parts(
         cache,
+        layout,
         room=room,
-        block_bytes=layout.block_bytes,
         most_useful=engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size),
         on_gpu=device.kind == "cuda",
-        swaps=not layout.row_bytes,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from toolkit.attention import AttentionBatch
+from toolkit.attention import AttentionBatch, StateRows
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu.program import Program, Recorder, UnrecordableError
 
@@ -77,11 +77,11 @@ class Replay:
         )
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:
-        own_x, has_states = x.clone(), batch.state_reads is not None
+        own_x, has_states = x.clone(), batch.states is not None
         positions, slot_mapping, seq_lens, rows, *others = (
             tensor.clone() for tensor in _inputs(batch)
         )
-        reads, writes = (others.pop(0) if has_states else None for _ in range(2))
+        states = StateRows(*(others.pop(0) for _ in range(4))) if has_states else None
         own = AttentionBatch(
             positions=positions,
             slot_mapping=slot_mapping,
@@ -91,8 +91,7 @@ class Replay:
             block_table=batch.block_table,
             max_query_len=1,
             max_seq_len=batch.max_seq_len,
-            state_reads=reads,
-            state_writes=writes,
+            states=states,
             rope=tuple(others),
         )
         try:
@@ -103,6 +102,5 @@ class Replay:
 
 
 def _inputs(batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
-    states = batch.state_reads, batch.state_writes
-    of_states = (one for one in states if one is not None)
+    of_states = () if batch.states is None else batch.states.tensors
     return batch.positions, batch.slot_mapping, batch.seq_lens, batch.rows, *of_states, *batch.rope

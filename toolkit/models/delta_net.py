@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 def sequences_of(batch: AttentionBatch) -> Sequences:
     """Return the tokens and states of a step's requests."""
     if "sequences" not in batch.plan:
-        assert batch.state_reads is not None
-        assert batch.state_writes is not None
-        starts = None if batch.max_query_len == 1 else batch.query_start_loc.tolist()
+        states = batch.states
+        assert states is not None
+        is_prompt = batch.max_query_len > 1
         batch.plan["sequences"] = Sequences(
-            starts, batch.state_reads, batch.state_writes, batch.is_first
+            batch.query_start_loc.tolist() if is_prompt else None,
+            states.reads,
+            states.writes,
+            batch.is_first,
+            states.keeps,
+            states.after.tolist() if is_prompt else [],
         )
     found: Sequences = batch.plan["sequences"]
     return found

@@ -48,9 +48,9 @@ class TokenMemory:
 class RowMemory:
     """Memory of a fixed size for each running request, such as a recurrent state.
 
-    A layer reads a request's in slot `AttentionBatch.state_reads` and writes it in slot
-    `state_writes`. It starts from zeros where the step has the request's first token (`is_first`).
-    """
+    A layer reads a request's in one slot, writes it in another or the same, and may write a
+    snapshot (`attention.StateRows`). It starts from zeros where the step has the request's first
+    token (`is_first`)."""
 
     parts: tuple[Part, ...]
 

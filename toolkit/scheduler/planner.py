@@ -11,7 +11,7 @@ from toolkit.scheduler.request import NO_SLOT, Request, RequestStatus
 from toolkit.scheduler.rows import Rows
 from toolkit.scheduler.running import RunningRequests
 from toolkit.scheduler.speculation import StepCosts
-from toolkit.scheduler.states import StateSlots
+from toolkit.scheduler.states import Snapshot, StateSlots
 from toolkit.scheduler.stats import StatsRecorder
 from toolkit.scheduler.step import (
     Allotment,
@@ -171,8 +171,8 @@ class Planner:
         where = part.rows
         num_sampled = 1 if part.num_drafts is None else 1 + part.num_drafts
         if self._states is not None:
-            for index in np.flatnonzero(part.num_computed == rows.boundary.take(where)).tolist():
-                self._choose_slots(part.requests[index], step)
+            for index in np.flatnonzero(end % self._states.grain == 0).tolist():
+                self._keep_state(part.requests[index], int(end[index]) - 1, 1, step)
         rows.computed[where], rows.tokens[where], rows.in_flight[where] = (
             end,
             tokens + num_sampled,
@@ -243,8 +243,6 @@ class Planner:
                     self._grow(request, request.row, new, step)
                     self._rows.capacity[request.row] += len(new) * blocks.block_size
                 return True
-            if self._states is not None and self._states.drop_anchors():
-                continue
             victim = self._running.requests[-1]
             step.swap_out += self._running.preempt(victim)
             step.preempted = True
@@ -331,18 +329,16 @@ class Planner:
         Return False, with nothing changed, if there are too few blocks; None if it begins with a
         feature that is not computed yet."""
         is_swapped = request.status is RequestStatus.SWAPPED
-        if is_swapped:
-            cached = []
-        elif self._states is not None and (anchor := self._states.anchor_of(request)) is not None:
-            cached = anchor.blocks
-        else:
-            cached = self._blocks.find_cached(request)
+        cached = [] if is_swapped else self._blocks.find_cached(request)
+        snapshot = None
+        if self._states is not None:
+            snapshot, cached = self._states.begin_with(request, cached)
         num_computed = (
             request.num_computed_tokens if is_swapped else len(cached) * self._blocks.block_size
         )
         num_tokens = request.num_tokens - num_computed
-        if self._states is not None and (end := self._states.boundary(request)) > num_computed:
-            num_tokens = end - num_computed
+        if request.branch > num_computed:
+            num_tokens = request.branch - num_computed
         if num_tokens > step.budget:
             if self._limits.chunks_prompts:
                 num_tokens = step.budget
@@ -354,7 +350,7 @@ class Planner:
             num_tokens = self._needs.reach(request, num_computed, num_tokens, step.loads)
             if not num_tokens:
                 return None
-        read = self._begin(request, cached, num_computed + num_tokens)
+        read = self._begin(request, cached, num_computed + num_tokens, snapshot)
         if read is None:
             return False
         if is_swapped:
@@ -370,27 +366,29 @@ class Planner:
         self._take(request, num_tokens, step)
         return True
 
-    def _begin(self, request: Request, cached: list[int], num_tokens: int) -> int | None:
+    def _begin(
+        self, request: Request, cached: list[int], num_tokens: int, snapshot: Snapshot | None
+    ) -> int | None:
         """Give a request its first blocks, and a state slot. Return the slot that it reads first.
 
         None, with nothing changed: there are too few."""
-        states = self._states
-        while not self._blocks.begin(request, cached, num_tokens):
-            # Anchors may have the blocks that lack. That of the request may be among them.
-            if states is None or not states.drop_anchors() or cached:
-                return None
-        read = NO_SLOT if states is None else states.enter(request)
+        if not self._blocks.begin(request, cached, num_tokens):
+            return None
+        if self._states is None:
+            return NO_SLOT
+        read = self._states.enter(request, snapshot)
         if read is None:
             self._blocks.release(request)
+        else:
+            self._states.unfollow(request)
         return read
 
-    def _choose_slots(self, request: Request, step: StepBuilder) -> None:
-        """Choose the state slots of a request's next tokens."""
-        if self._states is not None and request.row not in step.state_reads:
-            read = self._states.go_on(request)
-            if read != request.state_slot:
-                step.state_reads[request.row] = read
-                self._rows.state_slots[request.row] = request.state_slot
+    def _keep_state(self, request: Request, start: int, count: int, step: StepBuilder) -> None:
+        """Have the step keep a snapshot of a request's state, if one is wanted."""
+        if self._states is not None:
+            kept = self._states.keep(request, start, start + count)
+            if kept is not None:
+                step.state_keeps[request.row] = kept
 
     def _new_row(self, request: Request, step: StepBuilder) -> NewRow:
         """Make a request run, and return its initial state."""
@@ -410,7 +408,7 @@ class Planner:
 
     def _take(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
         """Put `num_tokens` of a request into the step."""
-        self._choose_slots(request, step)
+        self._keep_state(request, request.num_computed_tokens, num_tokens, step)
         behind = request.num_tokens_to_compute
         samples, num_drafts = behind <= num_tokens, max(0, num_tokens - behind)
         step.add(request, num_tokens, samples, num_drafts)
@@ -438,8 +436,11 @@ class Planner:
         if self._states is not None:
             output.state_writes = rows.state_slots.take(part.rows)
             output.state_reads = output.state_writes.copy()
+            output.state_keeps = np.full((len(part.rows), 2), NO_SLOT, np.int32)
             for row, slot in step.state_reads.items():
                 output.state_reads[part.rows == row] = slot
+            for row, kept in step.state_keeps.items():
+                output.state_keeps[part.rows == row] = kept
         if self._limits.most_drafts:
             output.drafts = self._pays_to_draft(part.rows[part.samples])
             rows.has_drafted[part.rows] = output.drafts

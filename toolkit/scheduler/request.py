@@ -38,18 +38,6 @@ class FinishReason(enum.StrEnum):
     INVALID = "invalid"  # an error of the request: its constraints allow no further token
 
 
-@dataclass(slots=True)
-class Anchor:
-    """State of a leader (n > 1) at the last block boundary within its prompt, which is kept.
-
-    Its siblings begin there, with the leader's blocks. A slot that a step reads is not written by
-    another request of the same step."""
-
-    slot: int
-    blocks: list[int]
-    last_read: int  # number of the last step that reads it
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence being generated. Lengths are in tokens.
@@ -77,9 +65,9 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
-    state_slot: int = NO_SLOT  # where its steps write its state; see `states.StateSlots`
-    num_followers: int = 0  # siblings that may begin with its state at a boundary
-    anchor: Anchor | None = None  # that state
+    state_slot: int = NO_SLOT  # of its state; see `states.StateSlots`
+    num_followers: int = 0  # siblings that may begin with a snapshot of its state
+    branch: int = 0  # tokens after which other prompts part from its own; 0: none is known
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     blocks: list[int] = field(default_factory=list)

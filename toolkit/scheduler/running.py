@@ -62,7 +62,7 @@ class RunningRequests:
         self._rows.place(request, step)
         if self._states is not None:
             self._rows.state_slots[request.row] = request.state_slot
-            self._rows.boundary[request.row] = self._states.boundary(request)
+            self._rows.boundary[request.row] = request.branch
         bisect.insort(self.requests, request, key=self._queue.rank)
         self._batch = None
 

@@ -1,5 +1,6 @@
 """Scheduler: chooses the requests of each step, takes in its tokens, and recovers from failures."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 
@@ -16,7 +17,7 @@ from toolkit.scheduler.results import TokenAppender
 from toolkit.scheduler.rows import NO_TOKEN, Rows
 from toolkit.scheduler.running import RunningRequests
 from toolkit.scheduler.speculation import UNKNOWN_TIMES, StepCosts, StepTimes
-from toolkit.scheduler.states import StateSlots
+from toolkit.scheduler.states import GRAIN, StateSlots
 from toolkit.scheduler.stats import EngineStats, StatsRecorder
 from toolkit.scheduler.step import StepLimits, StepResults
 from toolkit.sequence import Adapter, Feature
@@ -43,7 +44,8 @@ class Scheduler:
         policy: str = "fcfs",
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
-        has_row_states: bool = False,
+        num_state_slots: int = 0,
+        state_grain: int = GRAIN,
         chunks_prompts: bool = True,
         num_stages: int = 1,
         max_loras: int = 0,
@@ -56,14 +58,14 @@ class Scheduler:
     ) -> None:
         """`chunks_prompts`, `num_stages`: see `StepLimits`.
 
-        `has_row_states`: requests have states next to their blocks. A request then begins with
-        another's blocks only as a sibling (n > 1), and never with its own from before.
+        `num_state_slots`: for the states of running requests, and snapshots; 0: the model has none.
+        `state_grain`: tokens between places of snapshots.
 
         `max_loras`: adapters that running requests may have. `num_feature_pages`,
         `rows_per_page`: of the encoder cache; `most_encoded`: see `Needs`.
         `most_drafts`: drafts that a request computes in one step; `most_step_drafts`: that all
         do."""
-        self.enable_prefix_caching = enable_prefix_caching and not has_row_states
+        self.enable_prefix_caching = enable_prefix_caching
         self.ended_with_needs: list[Request] = []
         """Requests that had an adapter or features. The owner empties it."""
         self._requests: dict[str, Request] = {}
@@ -79,9 +81,7 @@ class Scheduler:
         )
         self._queue = RequestQueue(policy)
         self._suspects = Suspects()
-        self._blocks = BlockTables(
-            num_blocks, num_host_blocks, block_size, shares=not has_row_states
-        )
+        self._blocks = BlockTables(num_blocks, num_host_blocks, block_size)
         self.pool, self.host_pool = self._blocks.pool, self._blocks.host_pool
         self.rows = Rows(
             max_num_seqs, block_size, max_model_len, most_drafts, step_times.idle_fading
@@ -90,8 +90,9 @@ class Scheduler:
         self.needs = Needs(max_loras, cache, most_encoded, self._stats)
         self.states: StateSlots | None = None
         """Slots of the devices for requests' states. None: the model has none."""
-        if has_row_states:
-            self.states = StateSlots(max_num_seqs, block_size, self.pool)
+        if num_state_slots:
+            grain = math.lcm(state_grain, block_size)
+            self.states = StateSlots(num_state_slots, grain, block_size)
         self.running = RunningRequests(
             self._queue, self.rows, self._blocks, self.needs, self.states, self._stats
         )
@@ -145,7 +146,10 @@ class Scheduler:
 
     def lacking(self, request: Request) -> list[Feature]:
         """Return the features that a request has to compute, as far as can be known now."""
-        first = len(self._blocks.find_cached(request)) * self._blocks.block_size
+        cached = self._blocks.find_cached(request)
+        if self.states is not None:
+            _, cached = self.states.begin_with(request, cached)
+        first = len(cached) * self._blocks.block_size
         cache = self.needs.cache
         wanted = (one for one in request.spec.features if one.end > first or not one.runs)
         return [one for one in wanted if one not in cache]
@@ -311,10 +315,9 @@ class Scheduler:
     def check(self) -> None:
         """Raise RuntimeError if a block or a row is lost, or has more users than it counts."""
         requests, states = self._requests.values(), self.states
-        anchored = [] if states is None else states.anchored_blocks
         rows = sorted((*self.rows.free, *(request.row for request in self.running)))
         problem = (
-            self.pool.problem([*(request.blocks for request in requests), *anchored])
+            self.pool.problem(request.blocks for request in requests)
             or self.host_pool.problem(request.host_blocks for request in requests)
             or self.needs.cache.problem()
             or (None if rows == list(range(len(rows))) else f"rows are free or held: {rows}")
@@ -344,5 +347,7 @@ class Scheduler:
         return counts
 
     def reset_prefix_cache(self) -> None:
-        """Evict all cached content. Running requests keep their own blocks."""
+        """Evict all cached content. Running requests keep their own blocks and states."""
         self.pool.evict_all()
+        if self.states is not None:
+            self.states.clear()

@@ -1,145 +1,258 @@
 """State slots: where the devices keep requests' states (`models.memory.RowMemory`).
 
-A step reads each request's state in one slot and writes it in one, mostly the same. So a state is
-kept by writing to another slot, and shared by reading it from several requests: nothing is copied.
-"""
+Each running request has a slot, which its steps read and write. Other slots have snapshots: states
+after the first tokens of a sequence, a multiple of the grain. The step that computes these tokens
+writes the snapshot in addition to the request's own state; a request that begins with the same
+tokens reads it once, in place of its own slot. So no state is ever copied."""
 
-from toolkit.scheduler.blocks.block_pool import BlockPool
-from toolkit.scheduler.request import NO_SLOT, Anchor, Request
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from toolkit.scheduler.blocks.block_pool import BlockHash
+from toolkit.scheduler.request import NO_SLOT, Request
+
+GRAIN = 64  # tokens between places where a snapshot can be
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """State after the first `length` tokens of a sequence."""
+
+    slot: int
+    length: int
+    written: int  # number of the step that writes it: later ones may read it
+    is_end: bool  # near a prompt's end, or where two prompts part: it is evicted last
+    key: BlockHash = b""  # hash of its last block; empty until its tokens are known
+    last_read: int = -1  # number of the last step that reads it
+    leader: Request | None = None  # whose siblings may begin with it (n > 1)
+
+
+class _Need(enum.IntEnum):
+    """Snapshots that may be evicted for a slot."""
+
+    PLAIN = 0  # those that are no ends
+    END = 1  # those that no sibling waits for
+    RUN = 2  # all
 
 
 class StateSlots:
-    """Gives a slot to each running request, and anchors to leaders while there is room."""
+    """Gives each running request a slot, and snapshots the others.
 
-    def __init__(self, count: int, block_size: int, pool: BlockPool) -> None:
+    Within a step, a slot that one request reads or writes is given to no other: requests of a step
+    are computed side by side."""
+
+    def __init__(self, count: int, grain: int, block_size: int) -> None:
+        """`grain`: tokens, a multiple of the block size."""
         self._free = list(range(count - 1, -1, -1))
-        self._block_size, self._pool = block_size, pool
-        self._anchors: dict[str, Request] = {}
-        """Leaders with an anchor, by id."""
-        self._step = 0  # that is planned
-        self._being_read: list[int] = []
-        """Slots of dropped anchors that a request of this step reads."""
+        self.grain, self._block_size = grain, block_size
+        self._known: dict[BlockHash, Snapshot] = {}
+        self._plain: OrderedDict[Snapshot, None] = OrderedDict()  # least recently used first
+        self._ends: OrderedDict[Snapshot, None] = OrderedDict()
+        self._pending: dict[Request, list[Snapshot]] = {}
+        """Snapshots of tokens that are not known yet."""
+        self._passed: dict[Request, Snapshot] = {}  # the newest that each has passed while decoding
+        self._step = 0
 
     def begin_step(self, number: int) -> None:
-        """Begin a step. Slots that requests of the one before read are free again."""
+        """Begin to plan a step."""
         self._step = number
-        self._free += self._being_read
-        self._being_read = []
 
-    # ---- leaders and their siblings
+    # ---- requests that begin
+
+    def begin_with(self, request: Request, cached: list[int]) -> tuple[Snapshot | None, list[int]]:
+        """Return the longest snapshot of a request's cached blocks, and the blocks up to it.
+
+        Where its blocks go on for longer, other prompts part from it: `request.branch` says where
+        its own snapshot will be, so that the next one begins there."""
+        branches = []
+        begin = None
+        longest = len(cached) * self._block_size // self.grain * self.grain
+        for length in range(longest, 0, -self.grain):
+            begin = self._known.get(request.block_hashes[length // self._block_size - 1])
+            if begin is not None and begin.written < self._step:
+                self._touch(begin)
+                break
+            branches.append(0 if begin is not None else length)  # 0: another request writes it
+            begin = None
+        request.branch = next(iter(branches), 0)
+        return begin, cached[: 0 if begin is None else begin.length // self._block_size]
+
+    def enter(self, request: Request, snapshot: Snapshot | None) -> int | None:
+        """Give a slot to a request that begins. Return the slot that its first step reads.
+
+        None: there is none before the next step."""
+        if snapshot is not None:
+            snapshot.last_read, before = self._step, snapshot.last_read
+        slot = self._take(_Need.RUN)
+        if slot is not None:
+            request.state_slot = slot
+            return slot if snapshot is None else snapshot.slot
+        if snapshot is None or before == self._step:
+            return None
+        self._forget(snapshot)  # the request takes its slot over
+        request.state_slot = snapshot.slot
+        return snapshot.slot
+
+    def leave(self, request: Request) -> None:
+        """Take the slot from a request. Its snapshots stay, as far as their tokens are known."""
+        self._settle(request)
+        for snapshot in self._pending.pop(request, ()):
+            self._free.append(snapshot.slot)
+        self._passed.pop(request, None)
+        self._free.append(request.state_slot)
+        request.state_slot = NO_SLOT
+
+    # ---- siblings of a leader (n > 1)
 
     def add(self, request: Request) -> None:
         """Count a sibling that waits for its leader."""
         if request.leader is not None:
             request.leader.num_followers += 1
 
-    def boundary(self, request: Request) -> int:
-        """Return the number of tokens where a leader's step has to end; 0: there is no such."""
-        if not request.num_followers:
-            return 0
-        return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+    def unfollow(self, request: Request) -> None:
+        """Stop counting a sibling, which has begun or ended."""
+        leader, request.leader = request.leader, None
+        if leader is not None:
+            leader.num_followers -= 1
 
     def is_ready(self, request: Request) -> bool:
-        """Return False if the state that the request begins with is still to come."""
+        """Return False if the snapshot that the request begins with is still to come."""
         leader = request.leader
         if leader is None or leader.is_finished:
             return True
         if leader.wants_prompt_logprobs:  # they are reported before the siblings begin
             return False
-        if leader.anchor is not None:
+        shared = self._last_boundary(leader)
+        if not shared:
             return True
-        return leader.num_computed_tokens > self.boundary(leader) or not self.boundary(leader)
+        if leader.num_computed_tokens < shared:
+            return False
+        found = self._known.get(self._key(leader, shared))
+        return found is None or found.written < self._step
 
-    def anchor_of(self, request: Request) -> Anchor | None:
-        """Return the anchor that a waiting request begins with."""
-        leader = request.leader
-        if leader is None or request.wants_prompt_logprobs:
+    # ---- snapshots
+
+    def keep(self, request: Request, start: int, end: int) -> tuple[int, int] | None:
+        """Choose a snapshot of a request's tokens from `start` to `end`, which this step computes.
+
+        Return (slot, number of these tokens in it), or None."""
+        self._settle(request)
+        length, is_end = self._wanted(request, start, end)
+        if not length or not request.cacheable:
             return None
-        return leader.anchor
-
-    def unfollow(self, request: Request) -> None:
-        """Stop counting a sibling, which has begun or ended. The last one drops the anchor."""
-        leader, request.leader = request.leader, None
-        if leader is not None:
-            leader.num_followers -= 1
-            if not leader.num_followers:
-                self._drop(leader)
-
-    # ---- slots
-
-    def enter(self, request: Request) -> int | None:
-        """Give a slot to a request that begins. Return the slot that its first step reads.
-
-        None: there is none before the next step."""
-        anchor, leader = self.anchor_of(request), request.leader
-        if self._free or (anchor is None and self.drop_anchors()):
-            request.state_slot = read = self._free.pop()
-            if anchor is not None:
-                anchor.last_read, read = self._step, anchor.slot
-        elif anchor is not None and anchor.last_read < self._step:  # it takes the anchor's over
-            assert leader is not None
-            request.state_slot = read = anchor.slot
-            anchor.slot = NO_SLOT
-            self._drop(leader)
+        key = self._key(request, length) if length <= request.num_known_tokens else b""
+        if (found := self._known.get(key)) is not None:
+            self._touch(found)
+            return None
+        slot = self._take(_Need.END if is_end else _Need.PLAIN)
+        if slot is None:
+            return None
+        leader = request if request.num_followers and is_end else None
+        snapshot = Snapshot(slot, length, self._step, is_end, leader=leader)
+        if key:
+            self._add(snapshot, key)
         else:
-            return None
-        self.unfollow(request)
-        return read
-
-    def leave(self, request: Request) -> None:
-        """Take the slot from a request."""
-        self._free.append(request.state_slot)
-        request.state_slot = NO_SLOT
-
-    def go_on(self, request: Request) -> int:
-        """Return the slot that a request's next tokens read. `state_slot` is the one they write.
-
-        The state at a leader's boundary is kept if there is a free slot."""
-        read = request.state_slot
-        boundary = self.boundary(request)
-        is_there = boundary and request.num_computed_tokens == boundary
-        if is_there and request.anchor is None and self._free:
-            blocks = request.blocks[: boundary // self._block_size]
-            self._pool.share(blocks)
-            request.anchor = Anchor(read, blocks, self._step)
-            self._anchors[request.id] = request
-            request.state_slot = self._free.pop()
-        return read
-
-    def drop_anchors(self) -> bool:
-        """Drop anchors that no request of this step reads. Return True if there were any.
-
-        Siblings that have not begun compute their prompt."""
-        anchors = [(one, one.anchor) for one in self._anchors.values()]
-        leaders = [one for one, anchor in anchors if anchor and anchor.last_read < self._step]
-        for leader in leaders:
-            self._drop(leader)
-        return bool(leaders)
+            self._pending.setdefault(request, []).append(snapshot)
+        return slot, length - start
 
     def clear(self) -> None:
-        """Drop all anchors: what was written is unknown."""
-        for leader in list(self._anchors.values()):
-            self._drop(leader)
-
-    def _drop(self, leader: Request) -> None:
-        anchor, leader.anchor = leader.anchor, None
-        if anchor is not None:
-            del self._anchors[leader.id]
-            self._pool.release(anchor.blocks)
-            if anchor.slot != NO_SLOT:
-                (self._being_read if anchor.last_read == self._step else self._free).append(
-                    anchor.slot
-                )
-
-    @property
-    def anchored_blocks(self) -> list[list[int]]:
-        """Blocks that anchors hold, next to those of requests."""
-        return [one.anchor.blocks for one in self._anchors.values() if one.anchor is not None]
+        """Drop all snapshots: what was written is unknown."""
+        for snapshot in [*self._known.values()]:
+            self._drop(snapshot)
+        for snapshots in self._pending.values():
+            self._free += [snapshot.slot for snapshot in snapshots]
+        self._pending.clear()
+        self._passed.clear()
 
     def problem(self, running: list[Request]) -> str | None:
         """Return what is wrong if these requests run, and no others; None: nothing."""
-        anchors = [one.anchor.slot for one in self._anchors.values() if one.anchor is not None]
-        held = (request.state_slot for request in running)
-        slots = sorted((*self._free, *self._being_read, *anchors, *held))
+        pending = (one for snapshots in self._pending.values() for one in snapshots)
+        kept = (one.slot for one in (*self._known.values(), *pending))
+        slots = sorted((*self._free, *kept, *(request.state_slot for request in running)))
         is_right = slots == list(range(len(slots)))
         return None if is_right else f"state slots are free or held: {slots}"
+
+    def _wanted(self, request: Request, start: int, end: int) -> tuple[int, bool]:
+        """Return the length of the snapshot to keep, and whether it is an end; 0: none."""
+        for length in (request.branch, self._last_boundary(request)):
+            if start < length <= end:
+                return length, True
+        length = end // self.grain * self.grain
+        return (length, False) if length > start else (0, False)
+
+    def _last_boundary(self, request: Request) -> int:
+        """Return the last boundary of a prompt after which a token is left to compute."""
+        return (request.num_prompt_tokens - 1) // self.grain * self.grain
+
+    def _key(self, request: Request, length: int) -> BlockHash:
+        count = length // self._block_size
+        return request.hashes(count, self._block_size)[count - 1]
+
+    def _settle(self, request: Request) -> None:
+        """Register the snapshots whose tokens are known by now.
+
+        While a request decodes, a newer one replaces the one before."""
+        pending = self._pending.get(request)
+        while pending and pending[0].length <= request.num_known_tokens:
+            snapshot = pending.pop(0)
+            key = self._key(request, snapshot.length)
+            if key in self._known:
+                self._free.append(snapshot.slot)
+                continue
+            self._add(snapshot, key)
+            older = self._passed.get(request)
+            if older is not None and older in self._plain and not self._is_busy(older):
+                self._drop(older)
+            self._passed[request] = snapshot
+
+    def _add(self, snapshot: Snapshot, key: BlockHash) -> None:
+        snapshot.key = key
+        self._known[key] = snapshot
+        (self._ends if snapshot.is_end else self._plain)[snapshot] = None
+
+    def _touch(self, snapshot: Snapshot) -> None:
+        (self._ends if snapshot.is_end else self._plain).move_to_end(snapshot)
+
+    def _take(self, need: _Need) -> int | None:
+        """Return a free slot, perhaps of a snapshot that is evicted for it."""
+        if self._free:
+            return self._free.pop()
+        if (victim := next(self._victims(need), None)) is not None:
+            self._forget(victim)
+            return victim.slot
+        for pending in self._pending.values() if need == _Need.RUN else ():
+            if pending and not self._is_busy(pending[-1]):
+                return pending.pop().slot
+        return None
+
+    def _victims(self, need: _Need) -> Iterator[Snapshot]:
+        """Yield the snapshots that can be evicted, in order."""
+        yield from (one for one in self._plain if not self._is_busy(one))
+        if need == _Need.PLAIN:
+            return
+        waited_for: list[Snapshot] = []
+        for one in self._ends:
+            if self._is_busy(one):
+                continue
+            if one.leader is not None and one.leader.num_followers:
+                waited_for.append(one)
+            else:
+                yield one
+        if need == _Need.RUN:
+            yield from waited_for
+
+    def _is_busy(self, snapshot: Snapshot) -> bool:
+        """True if the step that is planned reads or writes it."""
+        return self._step in (snapshot.written, snapshot.last_read)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        del self._known[snapshot.key]
+        del (self._ends if snapshot.is_end else self._plain)[snapshot]
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        self._forget(snapshot)
+        self._free.append(snapshot.slot)

@@ -141,6 +141,8 @@ class StepBuilder:
     prompt_logprobs: list[int] = field(default_factory=list)
     state_reads: dict[int, int] = field(default_factory=dict)
     """State slots by row, of requests that read another one than they write."""
+    state_keeps: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(slot, tokens of the step before it) by row, of requests whose state is also kept."""
     preempted: bool = False
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from toolkit.attention import AttentionBatch
+from toolkit.attention import AttentionBatch, StateRows
 from toolkit.kernels.drafts import LATER, SAMPLES, DraftInputs, Points
 from toolkit.kernels.table import Kernels
 from toolkit.lora.weight import StepActive, StepAdapters
@@ -63,10 +63,11 @@ class BatchState:
         active: StepActive | None = None,
         most_step_drafts: int = 0,
         *,
-        has_states: bool = False,
+        num_state_slots: int = 0,
         has_axes: bool = False,
     ) -> None:
-        """active: LoRA adapters, if there are any. has_states: layers have memory of rows.
+        """active: LoRA adapters, if there are any. num_state_slots: without that of the padding,
+        which is the last; 0: no layer has memory of rows.
         has_axes: features' tokens have positions on several axes.
 
         most_step_drafts: that a step verifies. 0 before the last pipeline stage, which gets all
@@ -87,8 +88,9 @@ class BatchState:
         self.verifies = most_step_drafts > 0
         if self.verifies:
             sizes += [num_rows + 1, num_rows]
-        self._has_states = has_states
-        sizes += [num_rows] * (2 * has_states)
+        self._num_state_slots = num_state_slots
+        self.num_slots = num_state_slots + 1  # of states, with that of the padding
+        sizes += [num_rows] * (4 * (num_state_slots > 0))
         if active is not None:
             # Kernels are compiled for adapters' buffers that begin at 16 bytes.
             sizes += [-sum(sizes) % 4, -(-num_rows // 4) * 4, 2 + active.num_slots]
@@ -98,8 +100,10 @@ class BatchState:
         self._rows, self._query_start_loc, self._seq_lens, self._sample_positions = split[:4]
         self._order, self.later = split[4:6]
         """`later`: rows of logits of the requests that sample later, padded with -1."""
-        self._state_slots = split[6 + 2 * self.verifies :][:2] if has_states else (None, None)
-        """Those that requests read, and write."""
+        self._states: tuple[torch.Tensor, ...] = ()
+        """State slots that requests read, write, and keep; and after how many tokens."""
+        if num_state_slots:
+            self._states = tuple(split[6 + 2 * self.verifies :][:4])
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
@@ -243,11 +247,12 @@ class BatchState:
             ends[n:] = 0
             firsts[: n + 1] = step.first_points
             firsts[n + 1 :] = firsts[n]
-        if self._has_states:
-            # The last slot belongs to the padding.
-            reads, writes = others[2 * self.verifies :][:2]
-            reads[n:] = writes[n:] = size
+        if self._num_state_slots:
+            reads, writes, keeps, after = others[2 * self.verifies :][:4]
+            reads[n:] = writes[n:] = self._num_state_slots
+            keeps[n:], after[n:] = -1, 0
             reads[:n], writes[:n] = step.state_reads, step.state_writes
+            keeps[:n], after[:n] = step.state_keeps.T
         if self.active is not None:
             index, used = others[-2:]
             self.active.pack(self.adapters[step.rows], index, used)
@@ -325,7 +330,6 @@ class BatchState:
             rope_positions = shifts[1][:tokens]
             shifts = shifts[0], rope_positions
         self._expand(rows, starts, lens, *tables, out, adapters, ahead, shifts)
-        reads, writes = self._state_slots
         batch = AttentionBatch(
             positions=out[1],
             slot_mapping=out[2],
@@ -337,8 +341,7 @@ class BatchState:
             max_seq_len=shape.max_seq_len,
             rope_positions=rope_positions,
             live=out[2],
-            state_reads=None if reads is None else reads[:n],
-            state_writes=None if writes is None else writes[:n],
+            states=StateRows(*(one[:n] for one in self._states)) if self._states else None,
             is_adapted=shape.is_adapted,
             verifies=shape.verifies,
             order=self._order[:n],

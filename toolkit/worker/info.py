@@ -49,7 +49,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     world_size: int = 1  # ranks that share the model. Sizes are those of one rank
     model_parameters: int = 0  # parameters of the unsharded model
     attention_size: int = 0  # query heads times head size, summed over layers
-    has_row_states: bool = False  # layers keep what blocks do not have: see `memory.RowMemory`
+    num_state_slots: int = 0
+    """Slots for requests' states and snapshots of them; 0: no layer has a `memory.RowMemory`."""
     generates: bool = True  # prompts can be continued
     chunks_prompts: bool = True  # A prompt can be computed in several steps
     pooling: PoolingInfo | None = None  # set if prompts can be pooled

@@ -26,7 +26,7 @@ class RowStates:
             if isinstance(memory := keeper.memory, RowMemory):
                 types = (torch.float32 if part.in_float32 else model.dtype for part in memory.parts)
                 own = [
-                    torch.zeros(num_slots, part.num_heads, part.size, dtype=dtype, device=device)
+                    lazy_zeros((num_slots, part.num_heads, part.size), dtype, device)
                     for part, dtype in zip(memory.parts, types, strict=True)
                 ]
                 self._tensors += own

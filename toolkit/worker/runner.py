@@ -89,7 +89,7 @@ class Runner:
         self.adapters, self.features, self.device = adapters, features, state.device
         self.caches, self._computing = caches, computing
         caches[0].bind(model, backends)
-        self._states = RowStates(model, num_slots=len(state.block_table), device=state.device)
+        self._states = RowStates(model, num_slots=state.num_slots, device=state.device)
         self._spoils = checks_memory()
         if not model.stage.is_first:
             shape = state.max_tokens, model.hidden_size
@@ -176,8 +176,9 @@ class Runner:
             for cache in self.caches:
                 cache.spoil(blocks)
         if len(step.state_writes):
-            kept = step.state_reads[step.num_computed > 0]
-            self._states.spoil(np.setdiff1d(step.state_writes, kept).tolist())
+            read = step.state_reads[step.num_computed > 0]
+            written = np.concatenate((step.state_writes, step.state_keeps[:, 0]))
+            self._states.spoil(np.setdiff1d(written[written >= 0], read).tolist())
 
     def _run(
         self,

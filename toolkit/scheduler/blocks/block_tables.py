@@ -9,11 +9,8 @@ class BlockTables:
 
     The tables are `Request.blocks` and `Request.host_blocks`."""
 
-    def __init__(
-        self, num_blocks: int, num_host_blocks: int, block_size: int, *, shares: bool = True
-    ) -> None:
-        """`shares`: requests may have blocks in common."""
-        self.block_size, self._shares = block_size, shares
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.host_pool = HostBlockPool(num_host_blocks)
 
@@ -23,7 +20,7 @@ class BlockTables:
 
     def find_cached(self, request: Request) -> list[int]:
         """Return cached blocks of the request's beginning. At least one token remains."""
-        if not self._shares or not request.cacheable or request.wants_prompt_logprobs:
+        if not request.cacheable or request.wants_prompt_logprobs:
             return []
         most = (request.num_tokens - 1) // self.block_size
         return self.pool.find(request.hashes(most, self.block_size)[:most])
@@ -49,7 +46,7 @@ class BlockTables:
         step writes them before they are read."""
         first = request.num_registered_blocks
         full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
-        if first < full and request.cacheable and self._shares:
+        if first < full and request.cacheable:
             hashes = request.hashes(full, self.block_size)
             for index in range(first, full):
                 self.pool.register(request.blocks[index], hashes[index])

@@ -1,38 +1,56 @@
 """The number of blocks in a KV cache, and why a cache does not fit. Imports no torch."""
 
 import math
-from dataclasses import replace
+from typing import NamedTuple
 
 from toolkit.config import CacheConfig
+from toolkit.models.memory import MemoryLayout
+from toolkit.scheduler.states import GRAIN
 from toolkit.units import GIB, size
 
+STATE_SHARE = 0.25
+"""Share of a cache's memory for snapshots of states, if --state-cache-gib is not given."""
 
-def count_blocks(
-    config: CacheConfig,
-    *,
-    room: int,
-    block_bytes: int,
-    most_useful: int,
-    on_gpu: bool,
-    swaps: bool = True,
-) -> tuple[int, int]:
-    """Return (blocks on the device, blocks on the host).
 
-    `room`: free bytes for the cache. `most_useful`: blocks of max_num_seqs full-length requests; on
-    a CPU, more would waste memory, and blocks without bytes are of no use. `swaps`: requests can
-    continue from blocks alone."""
-    if not block_bytes:
-        return config.num_gpu_blocks_override or most_useful, 0
-    if not swaps:
-        config = replace(config, swap_space=0.0)
+class CacheCounts(NamedTuple):
+    """Parts of a cache."""
+
+    blocks: int  # on the device
+    host_blocks: int
+    snapshots: int  # of states
+
+
+def count_parts(
+    config: CacheConfig, layout: MemoryLayout, *, room: int, most_useful: int, on_gpu: bool
+) -> CacheCounts:
+    """Return the parts of a cache.
+
+    `room`: free bytes for it. `most_useful`: blocks of max_num_seqs full-length requests; on a CPU,
+    more would waste memory, and blocks without bytes are of no use. Requests with states are not
+    swapped: they cannot continue from blocks alone. Snapshots are at most those of all blocks."""
+    block_bytes, room = layout.block_bytes, max(0, room)
     swap = config.swap_space if config.swap_space is not None else 4.0 * on_gpu
-    host = int(swap * GIB) // block_bytes
+    host = int(swap * GIB) // block_bytes if block_bytes and not layout.row_bytes else 0
+    for_states = int((config.state_cache_gib or 0.0) * GIB)
+    has_share = config.state_cache_gib is None and config.enable_prefix_caching
+    if layout.row_bytes and has_share:
+        for_states = int(room * STATE_SHARE)
     if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override, host
-    if config.kv_cache_memory is not None:
-        return int(config.kv_cache_memory * GIB) // block_bytes, host
-    blocks = max(0, room) // block_bytes
-    return (blocks if on_gpu else min(blocks, most_useful)), host
+        blocks = config.num_gpu_blocks_override
+    elif not block_bytes:
+        blocks = most_useful
+    elif config.kv_cache_memory is not None:
+        blocks = int(config.kv_cache_memory * GIB) // block_bytes
+    else:
+        blocks = max(0, room - for_states * (layout.row_bytes > 0)) // block_bytes
+        blocks = blocks if on_gpu else min(blocks, most_useful)
+    if not layout.row_bytes:
+        return CacheCounts(blocks, host, 0)
+    is_given = config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None
+    if has_share and is_given and block_bytes:
+        for_states = int(blocks * block_bytes * STATE_SHARE / (1 - STATE_SHARE))
+    most_snapshots = blocks * config.block_size // GRAIN
+    return CacheCounts(blocks, host, min(for_states // layout.row_bytes, most_snapshots))
 
 
 def table_bytes(

@@ -13,7 +13,7 @@ from toolkit.models.memory import MemoryLayout
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.runner import Runner
 from toolkit.worker.startup import memory_budget
-from toolkit.worker.startup.cache_problem import count_blocks, memory_problem, table_bytes
+from toolkit.worker.startup.cache_problem import count_parts, memory_problem, table_bytes
 from toolkit.worker.startup.setup import Setup
 from toolkit.worker.startup.warm_up import WarmUp, drop_graphs_that_wait
 
@@ -27,6 +27,7 @@ class CacheSize:
     num_blocks: int
     num_host_blocks: int
     max_model_len: int
+    num_state_slots: int = 0  # of requests and snapshots; 0: the model has no states
 
 
 def is_measured(setup: Setup) -> bool:
@@ -76,17 +77,15 @@ def choose_size(
     block_bytes = layout.block_bytes
     on_gpu = setup.device.type == "cuda"
     room = int(free * CPU_CACHE_SHARE) - spare_bytes if room is None else room
-    num_blocks, num_host_blocks = (
-        setup.place.world.minimum(number)
-        for number in count_blocks(
-            cache,
-            room=room,
-            block_bytes=block_bytes,
-            most_useful=setup.max_num_seqs * -(-max_model_len // cache.block_size),
-            on_gpu=on_gpu,
-            swaps=not layout.row_bytes,
-        )
+    counts = count_parts(
+        cache,
+        layout,
+        room=room,
+        most_useful=setup.max_num_seqs * -(-max_model_len // cache.block_size),
+        on_gpu=on_gpu,
     )
+    world = setup.place.world
+    num_blocks, num_host_blocks, num_snapshots = (world.minimum(number) for number in counts)
     overridden = (
         cache.num_gpu_blocks_override is not None and setup.config.model.max_model_len is None
     )
@@ -102,7 +101,9 @@ def choose_size(
     problem = memory_problem(
         cache,
         free=free,
-        cache=0 if on_gpu else num_blocks * block_bytes + spare_bytes,
+        cache=0
+        if on_gpu
+        else num_blocks * block_bytes + num_snapshots * layout.row_bytes + spare_bytes,
         swap=num_host_blocks * block_bytes,
         tables=0
         if on_gpu
@@ -111,4 +112,6 @@ def choose_size(
     )
     if problem is not None:
         raise OutOfMemoryError(problem)
-    return CacheSize(num_blocks, num_host_blocks, max_model_len)
+    has_states = world.minimum(-bool(layout.row_bytes)) < 0  # on any stage
+    num_state_slots = setup.max_num_seqs + num_snapshots if has_states else 0
+    return CacheSize(num_blocks, num_host_blocks, max_model_len, num_state_slots)

@@ -36,7 +36,7 @@ def describe_worker(
         model_parameters=loaded.model_parameters,
         weight_bytes=loaded.weight_bytes,
         cache_bytes=size.num_blocks * layout.block_bytes,
-        has_row_states=bool(layout.row_bytes),
+        num_state_slots=size.num_state_slots,
         world_size=setup.place.world.size,
         async_scheduling=device.type == "cuda" if wanted is None else wanted,
         attention_size=loaded.model.query_size,

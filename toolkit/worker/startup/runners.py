@@ -114,7 +114,7 @@ class RunnerFactory:
             self._processors,
             active,
             policy.most_step_drafts if is_last else 0,
-            has_states=bool(self.layout.row_bytes),
+            num_state_slots=size.num_state_slots,
             has_axes=self._has_axes,
         )
         features = None

@@ -280,6 +280,7 @@ class WarmUp:
             ],
         )
         step.state_reads = step.state_writes = step.rows
+        step.state_keeps = np.full((num_requests, 2), -1, np.int32)
         if is_constrained:
             step.constrained = np.arange(num_requests)
         pending = self._runner.execute(step)
