@@ -119,6 +119,7 @@ ARROWS = {
         "inventory",
         "kernels",
         "models",
+        "pictures",
         "text",
         "weights",
         "worker",

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests import checkpoints
 from tests.checkpoints import generate
 from toolkit import LLM
-from toolkit.config import EngineConfig, ModelConfig
+from toolkit.config import EngineConfig
 from toolkit.distributed import Group, expert_shards, parallel
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device
@@ -27,6 +27,7 @@ from toolkit.layers import Projections, StackedExperts
 from toolkit.models.architectures.gpt_oss import Config, describe
 from toolkit.models.describe import Experts
 from toolkit.verify import transformers_model
+from toolkit.verify.prompts import Question
 from toolkit.weights.formats import read_packings
 from toolkit.weights.gguf.decode import decode
 from toolkit.weights.groups import Groups
@@ -141,8 +142,8 @@ def test_verify_compares_with_the_dequantized_model(folder):
     tokens = [5, 6, 7, 100, 32]
     plain = GptOssForCausalLM.from_pretrained(folder / "plain", attn_implementation="eager").eval()
     chances = checkpoints.logits(plain, tokens).log_softmax(-1)
-    given = ModelConfig(model=str(folder))
-    (found,) = transformers_model.score(folder, given, 1, [tokens], 20)
+    config = EngineConfig.from_settings({"model": str(folder)})
+    (found,) = transformers_model.score(folder, config, 1, [Question(tokens)], 20)
     for position, likeliest in found.chances.items():
         expected = {token: float(chances[position - 1, token]) for token in likeliest}
         assert likeliest == pytest.approx(expected, abs=1e-4)

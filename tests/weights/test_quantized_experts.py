@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 from tests import checkpoints
 from tests.checkpoints import generate
 from toolkit import LLM
-from toolkit.config import ModelConfig
+from toolkit.config import EngineConfig
 from toolkit.verify import transformers_model
+from toolkit.verify.prompts import Question
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -73,7 +74,8 @@ def test_experts_in_blocks_of_fp8_equal_the_dequantized_model(tmp_path, name, si
         llm.shutdown()
         assert [list(result.outputs[0].token_ids) for result in found] == expected
     # What `tk verify` compares with.
-    (scored,) = transformers_model.score(folder, ModelConfig(model=str(folder)), 1, prompts[:1], 9)
+    config = EngineConfig.from_settings({"model": str(folder)})
+    (scored,) = transformers_model.score(folder, config, 1, [Question(prompts[0])], 9)
     logits = checkpoints.logits(reference, prompts[0]).log_softmax(-1)
     for position, chances in scored.chances.items():
         wanted = {token: float(logits[position - 1, token]) for token in chances}
