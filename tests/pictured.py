@@ -434,7 +434,7 @@ tokens; by class."""
 class InlinePool:
     """Stands for `PicturePool`: prepares pictures in this process, when they are asked for."""
 
-    def __init__(self, settings: ProcessorSettings, limits: PictureLimits) -> None:
+    def __init__(self, settings: ProcessorSettings, limits: PictureLimits, keeper: str) -> None:
         self._processor = PictureProcessor(settings)
         self.num_processed = 0
 

@@ -96,7 +96,7 @@ ARROWS = {
         "worker",
     },
     "api": {"engine", "hardware", "sampling", "text"},
-    "serving": {"api", "engine", "sampling", "scheduler", "text", "worker"},
+    "serving": {"api", "engine", "pictures", "sampling", "scheduler", "text", "worker"},
     "inventory": {
         "demo",
         "executor",

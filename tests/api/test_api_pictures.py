@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,13 +11,14 @@ from typing import Any
 
 import anthropic
 import openai
+import psutil
 import pytest
 from PIL import Image
 
 from tests import seeing
 from tests.local import LocalServer
 from tests.pictures.samples import data_url, gradient, saved
-from tests.server import Server
+from tests.server import Server, gone, until
 from toolkit import LLM, SamplingParams
 from toolkit.errors import InvalidRequestError
 
@@ -551,6 +553,10 @@ def test_api_workers_take_pictures(folder: Path, llm: LLM, tmp_path: Path) -> No
     try:
         body = SAMPLING | {"model": None, "messages": user(image_url())} | MORE
         done = server.http.post(CHAT, json=body).json()
+        family = psutil.Process(server.pid).children(recursive=True)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        until(lambda: all(gone(one) for one in family))
     finally:
         server.stop()
     expected = answers(llm, tokens_of(llm, ("user", "<I>")), WIDE)

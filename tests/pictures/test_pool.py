@@ -25,8 +25,8 @@ from tests.pictures.samples import QWEN, as_file, gradient, saved
 from tests.server import until
 from toolkit.errors import EngineError, InvalidRequestError, ServerUnavailableError
 from toolkit.framing import frame
+from toolkit.pictures import keeper
 from toolkit.pictures import pool as pool_module
-from toolkit.pictures import processes
 from toolkit.pictures.messages import Channel, Done, Job, Refused
 from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.processes import Worker, WorkerLostError
@@ -116,14 +116,14 @@ def test_dead_zygote_is_replaced_and_pictures_decoded(pool: PicturePool) -> None
 def test_zygote_is_not_started_for_ever(
     light_pool: Callable[..., PicturePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "MAX_STARTS", 1)
+    monkeypatch.setattr(keeper, "MAX_STARTS", 1)
     pool = light_pool()
     workers = workers_of(pool)
     os.kill(pool.zygote_pid, signal.SIGKILL)
     until(lambda: not living(workers))
     with pytest.raises(ServerUnavailableError, match=r"ended 1 times within 10 minutes"):
         pool.process(PICTURE, "here").result(30)
-    monkeypatch.setattr(pool_module, "START_WINDOW", 0.0)
+    monkeypatch.setattr(keeper, "START_WINDOW", 0.0)
     assert pool.process(PICTURE, "here").result(30)
 
 
@@ -296,7 +296,7 @@ def test_processor_that_cannot_be_made_is_reported(
 
 
 def test_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.sys, "executable", "/bin/false")
+    monkeypatch.setattr(keeper.sys, "executable", "/bin/false")
     pool = PicturePool(QWEN, PictureLimits())
     pool.start()
     with pytest.raises(ServerUnavailableError, match=r"ended 4 times within 10 .*exit code 1"):
@@ -313,7 +313,7 @@ def answered(message: bytes, job: Job = JOB) -> tuple[Done | Refused, bytes]:
     with theirs, ours:
         theirs.sendall(message)
         theirs.shutdown(socket.SHUT_WR)
-        return Worker(0, Channel(ours), None).ask(job, b"", 5.0)
+        return Worker(Channel(ours)).ask(job, b"", 5.0)
 
 
 def encoded(message: msgspec.Struct) -> bytes:
@@ -353,4 +353,4 @@ def test_answer_that_is_too_long_is_not_awaited() -> None:
     with ours, theirs:
         theirs.sendall(encoded(Done(1, 2, (1,), (2**29,), "uint8", 2**29)))
         with pytest.raises(WorkerLostError):
-            Worker(0, Channel(ours), None).ask(JOB, b"", 5.0)
+            Worker(Channel(ours)).ask(JOB, b"", 5.0)

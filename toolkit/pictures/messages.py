@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -18,40 +19,61 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message to the zygote."""
+    """First message to the zygote, and of an API worker to the process that keeps zygotes."""
 
     settings: ProcessorSettings
     limits: PictureLimits
 
 
-class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Ask for a worker. The answer is Forked, with the worker's socket, or Failed."""
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """Lend workers to the client at the other end of the socket that comes with this message.
 
-
-class End(msgspec.Struct, frozen=True, tag=True):
-    """Kill a worker, unless it has ended. The answer is Ended."""
-
-    pid: int
+    The answer is Ready, to the client too."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The zygote has imported the image processor."""
+    """The zygote has imported the image processor, or takes a client's messages."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The zygote could not do it."""
+class Unavailable(msgspec.Struct, frozen=True, tag=True):
+    """There is no zygote for the client: an error, by its class."""
 
-    problem: str
+    kind: str
+    message: str
 
 
-class Forked(msgspec.Struct, frozen=True, tag=True):
-    pid: int
+class Take(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a worker. The answer is Taken or Failed, after any number of Waiting."""
+
+    is_measured: bool  # for a size: before those for pixels
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """A worker, whose socket comes with this message. It is the client's until Return or End."""
+
+
+class Waiting(msgspec.Struct, frozen=True, tag=True):
+    """All workers are taken. Sent every few seconds, so that a zygote that hangs is noticed."""
+
+
+class Return(msgspec.Struct, frozen=True, tag=True):
+    """Return the worker: it has answered its jobs. There is no answer."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Kill the worker that was taken, unless it has ended. The answer is Ended."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """`exit_code` is negative for a signal."""
 
     exit_code: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The zygote could not do it."""
+
+    problem: str
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
@@ -142,16 +164,10 @@ class Channel:
             rest = rest[received:]
         return data
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the other end is closed and all its messages are read."""
-        try:
-            self.socket.setblocking(False)
-            return not self.socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    def shut_down(self) -> None:
+        """Make the calls of other threads fail."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.socket.close()

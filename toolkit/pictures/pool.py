@@ -6,22 +6,21 @@ import contextlib
 import logging
 import signal
 import threading
-import time
-from collections import deque
 from concurrent.futures import Future
 
 import msgspec
 
 from toolkit.errors import EngineError, InvalidParamError, ServerUnavailableError, ToolkitError
-from toolkit.pictures.messages import Refused
-from toolkit.pictures.processes import Worker, WorkerLostError, Zygote, ZygoteLostError
+from toolkit.pictures.keeper import RemoteKeeper, ZygoteKeeper
+from toolkit.pictures.messages import Refused, Start
+from toolkit.pictures.processes import Lender, Worker, WorkerLostError
 from toolkit.pictures.settings import PictureLimits, ProcessorSettings
 from toolkit.pictures.sources import Encoded
 from toolkit.pictures.tasks import Task, TaskQueue
+from toolkit.pictures.zygote import NUM_WORKERS
 
 _log = logging.getLogger(__name__)
-MAX_STARTS = 4  # of the zygote, in START_WINDOW
-START_WINDOW = 600.0  # seconds
+MAX_TRIES = 2  # of a picture whose zygote ends
 MAX_PROBLEM = 1000  # characters of a worker's message
 
 
@@ -37,44 +36,52 @@ class Pixels(msgspec.Struct, frozen=True):
 
 
 class PicturePool:
-    """Two workers, or another number, that decode pictures one at a time each.
+    """Decodes pictures with workers, each one at a time.
 
-    Each has a thread here, which starts it again after it has ended. Sizes are measured before
-    pictures that wait are processed."""
+    Threads take workers from the zygote, which lends them for sizes before pixels. So two threads
+    are for sizes only."""
 
     def __init__(
-        self, settings: ProcessorSettings, limits: PictureLimits, num_workers: int = 2
+        self, settings: ProcessorSettings, limits: PictureLimits, keeper_path: str = ""
     ) -> None:
-        self._settings, self._limits, self._num_workers = settings, limits, num_workers
-        self._zygote: Zygote | None = None
-        self._zygote_lock = threading.Lock()
-        self._starts: deque[float] = deque(maxlen=MAX_STARTS)
-        self._tasks = TaskQueue()
-        self._is_ready = False
-        self._started = threading.Event()  # it is ready, or will never be
-        self._last_words = ""  # of the last zygote that ended
+        """`keeper_path`: socket of the `KeeperServer` whose zygote to use, not one of this pool."""
+        self._limits = limits
+        start = Start(settings, limits)
+        self._keeper = RemoteKeeper(keeper_path, start) if keeper_path else ZygoteKeeper(start)
+        self._sizes, self._pixels = TaskQueue(), TaskQueue()
+        self._started = threading.Event()  # it is ready, or was not at first
+        self._problem: ToolkitError | None = None  # why there was no zygote at first
+        self._lenders: list[Lender] = []
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the zygote and return at once."""
-        self._zygote = self._start_zygote()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"pictures-{number}", daemon=True)
-            for number in range(self._num_workers)
-        ]
+        self._keeper.start()
+        for tasks, name in ((self._sizes, "sizes"), (self._pixels, "pixels")):
+            for number in range(NUM_WORKERS):
+                lender = Lender(self._keeper)
+                self._lenders.append(lender)
+                self._threads.append(
+                    threading.Thread(
+                        target=self._serve,
+                        args=(tasks, lender),
+                        name=f"{name}-{number}",
+                        daemon=True,
+                    )
+                )
         for thread in self._threads:
             thread.start()
 
     def wait_ready(self) -> None:
         """Wait until the image processor is imported. Raises ToolkitError if it cannot be."""
         self._started.wait()
-        if self._tasks.error is not None:
-            raise self._tasks.error
+        if (problem := self._pixels.error or self._problem) is not None:
+            raise problem
 
     @property
     def zygote_pid(self) -> int:
-        """Process id of the zygote, whose children are the workers. 0 before `start`."""
-        return self._zygote.pid if self._zygote else 0
+        """Process id of the zygote, whose children are the workers. 0 if it is not the pool's."""
+        return self._keeper.pid
 
     def measure(self, encoded: Encoded, param: str) -> Future[tuple[int, int]]:
         """Read (width, height) after EXIF rotation from the header.
@@ -82,7 +89,7 @@ class PicturePool:
         The future's errors: InvalidRequestError, ServerUnavailableError, EngineError."""
         future: Future[tuple[int, int]] = Future()
         if (size := encoded.raw_size) is None:
-            self._tasks.put(Task(encoded, param, True, future))
+            self._sizes.put(Task(encoded, param, True, future))
         elif size[0] * size[1] > self._limits.max_pixels:
             future.set_exception(self._too_large(param, size))
         else:
@@ -96,67 +103,88 @@ class PicturePool:
         if size is not None and size[0] * size[1] > self._limits.max_pixels:
             future.set_exception(self._too_large(param, size))
         else:
-            self._tasks.put(Task(encoded, param, False, future))
+            self._pixels.put(Task(encoded, param, False, future))
         return future
 
     def close(self) -> None:
-        """End all processes. Pictures that are not done get an error."""
+        """End all processes of the pool. Pictures that are not done get an error."""
         self._fail(ServerUnavailableError("The server is shutting down."))
-        with self._zygote_lock:
-            if self._zygote is not None:
-                self._zygote.close()
+        self._keeper.close()
+        for lender in self._lenders:
+            lender.close()
         for thread in self._threads:
             thread.join()
 
-    def _serve(self) -> None:
+    def _serve(self, tasks: TaskQueue, lender: Lender) -> None:
         """Run tasks until the pool is closed. Another error is a bug, and ends the pool."""
         try:
-            self._run_all()
+            self._connect(lender)
+            while (task := self._next(tasks, lender)) is not None:
+                try:
+                    self._run(lender, task)
+                except Exception as error:
+                    task.refuse(error)
+                    raise
+                del task  # a picture's bytes are not held while this thread waits
         except Exception as error:
             _log.exception("Pictures are not decoded any more: internal error")
             self._fail(EngineError(f"Pictures are not decoded any more: internal error ({error})"))
+        finally:
+            lender.disconnect()
 
-    def _run_all(self) -> None:
-        worker: Worker | None = None
-        while True:
-            try:
-                worker = self._usable(worker)
-            except ServerUnavailableError:
-                worker = None  # the next task tries again
-            except ToolkitError:
-                return  # `_fail` has reported it
-            if (task := self._tasks.next()) is None:
-                return
-            try:
-                worker = self._run(worker, task)
-            except Exception as error:
-                task.future.set_exception(error)
-                raise
-            del task  # a picture's bytes are not held while this thread waits
-
-    def _run(self, worker: Worker | None, task: Task) -> Worker | None:
-        """Run a task. Returns the worker if it can take another."""
+    def _connect(self, lender: Lender) -> None:
+        """Connect to the zygote, so that the first picture does not wait for it."""
         try:
-            worker = self._usable(worker)
-        except ToolkitError as error:
-            task.future.set_exception(error)
-            return None
+            lender.connect()
+            self._problem = None
+        except EngineError as error:
+            self._fail(error)
+        except ServerUnavailableError as error:  # the next task tries again
+            self._problem = error
+        self._started.set()
+
+    def _next(self, tasks: TaskQueue, lender: Lender) -> Task | None:
+        """Wait for a task. Its worker is the last one, if that was taken just now."""
+        if lender.keeps_worker and (task := tasks.next(is_awaited=False)) is not None:
+            return task
+        lender.give_back()
+        return tasks.next()
+
+    def _run(self, lender: Lender, task: Task) -> None:
+        """Run a task, once more if it was lost with the zygote."""
+        for _ in range(MAX_TRIES):
+            try:
+                worker = lender.take(is_measured=task.is_measured)
+            except EngineError as error:
+                self._fail(error)
+                task.refuse(error)
+                return
+            except ToolkitError as error:
+                task.refuse(self._pixels.error or error)
+                return
+            if not task.start():
+                return
+            if self._ask(lender, worker, task):
+                return
+        task.fail(f"cannot be decoded: the process that decoded it ended {MAX_TRIES} times")
+
+    def _ask(self, lender: Lender, worker: Worker, task: Task) -> bool:
+        """Let a worker run a task. Returns False if the zygote ended meanwhile."""
         job, data = task.job()
         try:
             answer, pixels = worker.ask(job, data, self._limits.timeout)
         except TimeoutError:
-            worker.end()
+            lender.end()
             task.fail(f"takes longer than {self._limits.timeout:g} seconds to decode")
-            return None
+            return True
         except WorkerLostError:
-            exit_code = worker.end()
-            if exit_code is not None:
-                task.fail(f"cannot be decoded: the process that decoded it {_ended(exit_code)}")
-            elif task.was_lost:
-                task.fail("cannot be decoded: the process that decoded it ended twice")
-            else:
-                self._tasks.put_back(task)
-            return None
+            exit_code = lender.end()
+            if exit_code is None:
+                return False
+            task.fail(f"cannot be decoded: the process that decoded it {_ended(exit_code)}")
+            return True
+        if answer.is_last:
+            lender.end()
         if isinstance(answer, Refused):
             task.fail(answer.problem[:MAX_PROBLEM])
         elif task.is_measured:
@@ -165,59 +193,12 @@ class PicturePool:
             task.future.set_result(
                 Pixels(answer.width, answer.height, answer.grid, answer.shape, answer.dtype, pixels)
             )
-        if answer.is_last:
-            worker.end()
-            return None
-        return worker
-
-    def _usable(self, worker: Worker | None) -> Worker:
-        """Return the worker, or another if it has ended. Raises ToolkitError."""
-        if worker is not None:
-            if not worker.has_ended:
-                return worker
-            worker.end()
-        while True:
-            zygote = self._living_zygote()
-            try:
-                worker = zygote.fork()
-            except ZygoteLostError as error:
-                self._last_words = str(error)
-                continue
-            except EngineError as error:
-                self._fail(error)
-                raise
-            self._is_ready = True
-            self._started.set()
-            return worker
-
-    def _living_zygote(self) -> Zygote:
-        with self._zygote_lock:
-            if self._tasks.error is not None:
-                raise self._tasks.error
-            if self._zygote is not None and self._zygote.is_lost:
-                self._zygote.close()
-                self._zygote = None
-            if self._zygote is None:
-                self._zygote = self._start_zygote()
-            return self._zygote
-
-    def _start_zygote(self) -> Zygote:
-        """Start a zygote, unless the last few have ended too soon."""
-        now = time.monotonic()
-        if len(self._starts) == MAX_STARTS and now - self._starts[0] < START_WINDOW:
-            error = ServerUnavailableError(
-                f"The process that decodes pictures ended {MAX_STARTS} times within "
-                f"{START_WINDOW / 60:g} minutes ({self._last_words})."
-            )
-            if not self._is_ready:
-                self._fail(error)
-            raise error
-        self._starts.append(now)
-        return Zygote(self._settings, self._limits)
+        return True
 
     def _fail(self, error: ToolkitError) -> None:
         """Refuse all pictures from now on."""
-        self._tasks.end(error)
+        self._sizes.end(error)
+        self._pixels.end(error)
         self._started.set()
 
     def _too_large(self, param: str, size: tuple[int, int]) -> InvalidParamError:

@@ -1,13 +1,7 @@
-"""The zygote and its workers, seen from the server."""
+"""Workers, as the server's threads use them: taken from the zygote, and returned."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from math import prod
@@ -15,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from toolkit.errors import EngineError, ServerUnavailableError
+from toolkit.errors import EngineError, ServerUnavailableError, ToolkitError, error_of_kind
+from toolkit.pictures.keeper import ANSWER_TIMEOUT, Keeper
 from toolkit.pictures.messages import (
     MAX_ANSWER,
     Channel,
@@ -23,33 +18,18 @@ from toolkit.pictures.messages import (
     End,
     Ended,
     Failed,
-    Fork,
-    Forked,
     Job,
     Ready,
     Refused,
-    Start,
+    Return,
+    Take,
+    Taken,
+    Unavailable,
+    Waiting,
 )
-from toolkit.pictures.settings import PictureLimits, ProcessorSettings
 
-START_TIMEOUT = 120.0  # seconds for the imports, on a slow disk
-_ANSWER_TIMEOUT = 30.0  # seconds for the zygote to fork a worker or to end one
-_ENVIRONMENT = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
-"""Variables that Python needs. Others may be secrets."""
-_SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    # Else glibc maps and unmaps each array of a picture: page faults take a third of the time.
-    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=33554432",
-}
+KEPT = 0.005  # seconds for several tasks: to take a worker costs as much as a small picture
 _ITEM_SIZES = {"uint8": 1, "float32": 4}
-
-
-class ZygoteLostError(Exception):
-    """The zygote has ended, and all its workers with it. The message has its last words."""
 
 
 class WorkerLostError(Exception):
@@ -59,15 +39,8 @@ class WorkerLostError(Exception):
 class Worker:
     """A process that decodes pictures. Used by one thread."""
 
-    def __init__(self, pid: int, channel: Channel, zygote: Zygote) -> None:
-        self.pid = pid
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._zygote = zygote
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the process has ended, or will because its zygote has."""
-        return self._channel.has_ended or self._zygote.is_lost
 
     def ask(self, job: Job, data: bytes, timeout: float) -> tuple[Done | Refused, bytes]:
         """Return the answer and its pixels. Raises TimeoutError and WorkerLostError.
@@ -88,115 +61,125 @@ class Worker:
         except (OSError, EOFError, ValueError, msgspec.MsgspecError):
             raise WorkerLostError from None
 
-    def end(self) -> int | None:
-        """Kill the process. Returns its exit code, None if the zygote is lost."""
+    def close(self) -> None:
+        """Close the socket. The zygote has another descriptor of it."""
         self._channel.close()
-        return self._zygote.end(self.pid)
 
 
-class Zygote:
-    """The process that forks workers. Used by several threads."""
+class Lender:
+    """A connection to the zygote, which lends a worker at a time. Used by one thread."""
 
-    def __init__(self, settings: ProcessorSettings, limits: PictureLimits) -> None:
-        """Start the process and return at once. Raises ServerUnavailableError."""
-        ours, theirs = socket.socketpair()
-        self._control = Channel(ours)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._channel: Channel | None = None
+        self._worker: Worker | None = None
+        self._taken_at = 0.0
+        self._is_closed = False
         self._lock = threading.Lock()
-        self._is_ready = False
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "toolkit.pictures.zygote"],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._errors,
-                    env=_environment(),
-                    start_new_session=True,  # Ctrl-C is for the server
-                )
-        except OSError as error:
-            ours.close()
-            raise ServerUnavailableError(
-                f"The process that decodes pictures cannot be started: {error.strerror}."
-            ) from None
-        with contextlib.suppress(OSError):  # it has ended: `fork` says so
-            self._control.send(Start(settings, limits))
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def connect(self) -> Channel:
+        """Connect, unless it is. Waits until the image processor is imported.
 
-    def fork(self) -> Worker:
-        """Start a worker, after the imports.
-
-        Raises ZygoteLostError, EngineError if the image processor cannot be imported, and
-        ServerUnavailableError if there can be no process."""
-        with self._lock:
-            self._wait_ready()
-            answer, end = self._ask(Fork())
-        if isinstance(answer, Forked) and end is not None:
-            return Worker(answer.pid, Channel(end), self)
-        assert isinstance(answer, Failed)
-        raise ServerUnavailableError(f"A process that decodes pictures: {answer.problem}.")
-
-    def end(self, pid: int) -> int | None:
-        """Kill a worker. Returns its exit code, None if the zygote is lost."""
-        with self._lock:
+        Raises EngineError if it cannot be, and ServerUnavailableError."""
+        while self._channel is None:
             try:
-                answer, _ = self._ask(End(pid))
-            except ZygoteLostError:
-                return None
-        assert isinstance(answer, Ended)
-        return int(answer.exit_code)
+                channel = self._keeper.connect()
+            except OSError as error:
+                raise _unreachable(error.strerror) from None
+            with self._lock:
+                if self._is_closed:
+                    channel.close()
+                    raise ServerUnavailableError("The server is shutting down.")
+                self._channel = channel
+            try:
+                answer = channel.receive(Ready | Unavailable)
+            except (OSError, EOFError):  # the zygote has just ended
+                self.disconnect()
+                continue
+            if isinstance(answer, Unavailable):
+                self.disconnect()
+                raise _error_of(answer)
+        return self._channel
+
+    def take(self, *, is_measured: bool) -> Worker:
+        """Wait for a worker, unless one is taken. Raises the errors of `connect`."""
+        while self._worker is None:
+            try:
+                answer, end = self._ask(self.connect(), Take(is_measured))
+            except (OSError, EOFError):  # the zygote has ended, or hangs
+                self.disconnect()
+                continue
+            if isinstance(answer, Taken) and end is not None:
+                self._worker = Worker(Channel(end))
+                self._taken_at = time.monotonic()
+            elif isinstance(answer, Failed):
+                raise ServerUnavailableError(f"A process that decodes pictures: {answer.problem}.")
+            else:
+                self.disconnect()
+                raise _unreachable("too many open files")
+        return self._worker
 
     @property
-    def is_lost(self) -> bool:
+    def keeps_worker(self) -> bool:
+        """True if a worker is taken that may do more: others do not wait for it for long."""
+        return self._worker is not None and time.monotonic() < self._taken_at + KEPT
+
+    def give_back(self) -> None:
+        """Return the worker, if one is taken. It has answered all that it was asked."""
+        if self._worker is None or self._channel is None:
+            return
+        self._release()
+        try:
+            self._channel.send(Return())
+        except OSError:
+            self.disconnect()
+
+    def end(self) -> int | None:
+        """Kill the worker. Returns its exit code, None if the zygote is lost."""
+        assert self._channel is not None
+        self._release()
+        try:
+            answer, _ = self._ask(self._channel, End())
+        except (OSError, EOFError):
+            self.disconnect()
+            return None
+        assert isinstance(answer, Ended)
+        return answer.exit_code
+
+    def disconnect(self) -> None:
+        """Close the connection. The zygote kills a worker that is taken."""
+        self._release()
         with self._lock:
-            return self._control.has_ended
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
 
     def close(self) -> None:
-        """End the process and its workers."""
-        self._process.kill()
-        self._process.wait()
+        """Make the thread's calls fail, now and later. Called by another thread."""
         with self._lock:
-            self._control.close()
-            self._errors.close()
+            self._is_closed = True
+            if self._channel is not None:
+                self._channel.shut_down()
 
-    def _wait_ready(self) -> None:
-        if self._is_ready:
-            return
-        answer = self._receive(Ready | Failed, START_TIMEOUT)[0]
-        if isinstance(answer, Failed):
-            raise EngineError(f"The image processor of the model cannot be used: {answer.problem}.")
-        self._is_ready = True
+    def _ask(self, channel: Channel, message: Take | End) -> tuple[Any, Any]:
+        """Return the answer, and the socket that came with it. Raises OSError and EOFError."""
+        channel.send(message)
+        while True:
+            deadline = time.monotonic() + ANSWER_TIMEOUT
+            found = channel.receive_with_socket(Taken | Waiting | Ended | Failed, deadline)
+            if not isinstance(found[0], Waiting):
+                return found
 
-    def _ask(self, message: Fork | End) -> tuple[Any, socket.socket | None]:
-        try:
-            self._control.send(message)
-        except OSError:
-            raise ZygoteLostError(self._last_words()) from None
-        return self._receive(Forked | Ended | Failed, _ANSWER_TIMEOUT)
-
-    def _receive(self, kind: Any, timeout: float) -> tuple[Any, socket.socket | None]:
-        try:
-            return self._control.receive_with_socket(kind, time.monotonic() + timeout)
-        except TimeoutError:
-            self._process.kill()
-            raise ZygoteLostError(f"it did not answer for {timeout:g} seconds") from None
-        except (OSError, EOFError):
-            raise ZygoteLostError(self._last_words()) from None
-
-    def _last_words(self) -> str:
-        """Return the exit code and the last line that the process wrote."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)
-        words = f"exit code {self._process.returncode}"
-        with contextlib.suppress(OSError, ValueError):  # the file may be closed
-            self._errors.seek(0)
-            if lines := self._errors.read().decode(errors="replace").split("\n"):
-                words += f": {lines[-2:][0][:300]}" if len(lines) > 1 else ""
-        return words
+    def _release(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
 
-def _environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | _SETTINGS
+def _unreachable(problem: str | None) -> ServerUnavailableError:
+    message = f"The process that decodes pictures cannot be reached: {problem}."
+    return ServerUnavailableError(message)
+
+
+def _error_of(answer: Unavailable) -> ToolkitError:
+    return error_of_kind(answer.kind, answer.message) or EngineError(answer.message)

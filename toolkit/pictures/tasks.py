@@ -21,10 +21,22 @@ class Task:
     param: str
     is_measured: bool
     future: Future[Any]
-    was_lost: bool = False  # with a zygote that died
+    is_started: bool = False
+
+    def start(self) -> bool:
+        """Return False if the picture is cancelled. From then on it cannot be."""
+        if not self.is_started:
+            self.is_started = self.future.set_running_or_notify_cancel()
+        return self.is_started
+
+    def refuse(self, error: Exception) -> None:
+        """End with an error, unless the picture is cancelled."""
+        if self.start():
+            self.future.set_exception(error)
 
     def fail(self, problem: str) -> None:
-        self.future.set_exception(InvalidParamError(self.param, problem))
+        """End with a problem of the picture."""
+        self.refuse(InvalidParamError(self.param, problem))
 
     def job(self) -> tuple[Job, bytes]:
         """Return the message to a worker, and the bytes that follow it."""
@@ -38,68 +50,50 @@ class Task:
 
 
 class TaskQueue:
-    """Tasks in the order of their arrival, but those that only measure first.
+    """Tasks in the order of their arrival.
 
     `error` is what tasks get once the queue has ended."""
 
     def __init__(self) -> None:
         self.error: ToolkitError | None = None
-        self._measured: deque[Task] = deque()
-        self._processed: deque[Task] = deque()
+        self._tasks: deque[Task] = deque()
         self._changed = threading.Condition()
 
     def put(self, task: Task) -> None:
         """Append a task. It leaves the queue when its future is cancelled."""
-        self._add(task)
-        task.future.add_done_callback(self._remove_cancelled)
-
-    def put_back(self, task: Task) -> None:
-        """Let a task be the next: its worker ended with the zygote."""
-        task.was_lost = True
-        self._add(task)
-
-    def next(self) -> Task | None:
-        """Wait for a task, which cannot be cancelled then. None once the queue has ended."""
         with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._measured or self._processed or self.error)
-                if self.error is not None:
-                    return None
-                task = (self._measured or self._processed).popleft()
-                if task.was_lost or task.future.set_running_or_notify_cancel():
-                    return task
+            error = self.error
+            if error is None:
+                self._tasks.append(task)
+                self._changed.notify()
+        if error is None:
+            task.future.add_done_callback(self._remove_cancelled)
+        else:
+            task.refuse(error)
+
+    def next(self, *, is_awaited: bool = True) -> Task | None:
+        """Return the next task. None once the queue has ended, or if there is none now."""
+        with self._changed:
+            if is_awaited:
+                self._changed.wait_for(lambda: self._tasks or self.error)
+            return self._tasks.popleft() if self._tasks else None
 
     def end(self, error: ToolkitError) -> None:
         """Fail all tasks, now and later. The first error stays."""
         with self._changed:
             self.error = self.error or error
-            tasks = [*self._measured, *self._processed]
-            self._measured.clear()
-            self._processed.clear()
+            tasks = list(self._tasks)
+            self._tasks.clear()
             self._changed.notify_all()
         for task in tasks:
-            if task.was_lost or task.future.set_running_or_notify_cancel():
-                task.future.set_exception(self.error)
-
-    def _add(self, task: Task) -> None:
-        with self._changed:
-            if self.error is None:
-                tasks = self._measured if task.is_measured else self._processed
-                if task.was_lost:
-                    tasks.appendleft(task)
-                else:
-                    tasks.append(task)
-                self._changed.notify()
-                return
-        task.future.set_exception(self.error)
+            task.refuse(self.error)
 
     def _remove_cancelled(self, future: Future[Any]) -> None:
         """Take a cancelled picture out of the queue. A closure over its task would be a cycle."""
         if not future.cancelled():
             return
         with self._changed:
-            for tasks in (self._measured, self._processed):
-                for task in tasks:
-                    if task.future is future:
-                        tasks.remove(task)
-                        return
+            for task in self._tasks:
+                if task.future is future:
+                    self._tasks.remove(task)
+                    return

@@ -87,6 +87,7 @@ class APIWorker:
         assert isinstance(setup, Setup)
         LogStyle.of(setup.server.log_level, setup.server.log_format).apply()
         self._client, setups = setup.client, [model.setup for model in setup.models]
+        self._keeper_path = setup.keeper_path
         tokenizers = []
         for model in setup.models:
             config = model.setup.engine
@@ -122,7 +123,7 @@ class APIWorker:
             for core in addresses
         ]
         info = smallest_core([core.info for core in addresses if core.info is not None])
-        pictures = make_pictures(info.sight, engine.config.pictures)
+        pictures = make_pictures(info.sight, engine.config.pictures, keeper_path=self._keeper_path)
         inputs = InputProcessor(Path(model.folder), tokenizer, info, pictures)
         engine.connect_cores(cores, inputs)
         for index, core in enumerate(addresses):

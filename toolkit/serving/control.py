@@ -35,6 +35,7 @@ class Setup(msgspec.Struct, tag="setup"):
     server: ServerConfig
     created: int
     client: int  # the worker's number among the clients of a core
+    keeper_path: str  # socket of the first process's `KeeperServer`, for pictures
 
 
 class CoreAddress(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import Family, expose, merge, snapshot
 from toolkit.metrics.shared import SharedReading
+from toolkit.pictures.keeper import KeeperServer
 from toolkit.scheduler.stats import EngineStats, total
 from toolkit.serving.control import (
     ControlChannel,
@@ -79,7 +81,7 @@ class Supervisor:
     This process starts the cores and the workers, accepts connections and hands them out in turn,
     collects the metrics, and replaces workers that die. It is client 0 of the cores; each worker is
     another client. Numbers are not reused, so that no message for a dead worker reaches its
-    replacement.
+    replacement. It also starts the zygote that decodes pictures for all workers.
 
     Workers import modules and read the tokenizer while the cores load. A prepared worker gets the
     state of all cores at that time. Connections are handed over as file descriptors, over a pair of
@@ -115,7 +117,9 @@ class Supervisor:
         """Done when all workers serve for the first time, or cannot."""
         self._is_ending = False  # workers that end are no longer replaced
         self._shared = tempfile.TemporaryDirectory(prefix="tk-")
-        """Folder with the files of adapters that the workers share."""
+        """Folder with the files of adapters that the workers share, and a socket."""
+        self._keeper_path = os.path.join(self._shared.name, "pictures")
+        self._keeper: KeeperServer | None = None  # of the processes that decode pictures
         self._acceptor: Acceptor | None = None
 
     @property
@@ -132,6 +136,7 @@ class Supervisor:
         """Start the workers and, while they import, the cores of one model after the other.
 
         Returns when all workers serve."""
+        self._keeper = KeeperServer(self._keeper_path)
         for _ in range(self._config.api_workers):
             await self._spawn()
         log = LogStyle.of(self._config.log_level, self._config.log_format)
@@ -180,6 +185,8 @@ class Supervisor:
             worker.process.wait()
         for model in self._models:
             await model.stop()
+        if self._keeper is not None:
+            await asyncio.to_thread(self._keeper.close)
         self._shared.cleanup()
 
     # ---- workers
@@ -208,7 +215,9 @@ class Supervisor:
         return worker
 
     def _set_up(self, worker: _WorkerProcess) -> None:
-        worker.channel.send(Setup(self._found, self._config, self._created, worker.client))
+        worker.channel.send(
+            Setup(self._found, self._config, self._created, worker.client, self._keeper_path)
+        )
 
     def _start_prepared(self) -> None:
         """Send StartServing to workers that are prepared, if each model has a core."""

@@ -93,10 +93,13 @@ def check_sources(config: PictureConfig) -> None:
         )
 
 
-def make_pictures(sight: SightInfo | None, config: PictureConfig, **limits: Any) -> Pictures | None:
+def make_pictures(
+    sight: SightInfo | None, config: PictureConfig, *, keeper_path: str = "", **limits: Any
+) -> Pictures | None:
     """Start the processes that prepare pictures; None if prompts are text.
 
-    `limits`: fields of PictureLimits."""
+    `keeper_path`: socket of a process that has or starts them, see `PicturePool`. `limits`: fields
+    of PictureLimits."""
     if sight is None:
         return None
     own = PictureLimits(
@@ -104,7 +107,7 @@ def make_pictures(sight: SightInfo | None, config: PictureConfig, **limits: Any)
         local_folder=config.allowed_local_media_path or "",
         **limits,
     )
-    pool = PicturePool(sight.processor, own)
+    pool = PicturePool(sight.processor, own, keeper_path)
     pool.start()
     return Pictures(sight, config, pool, own)
 
