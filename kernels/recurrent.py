@@ -27,9 +27,15 @@ class Sequences(NamedTuple):
 
 
 def short_convolution(
-    x: torch.Tensor, weight: torch.Tensor, windows: torch.Tensor, sequences: Sequences
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    windows: torch.Tensor,
+    sequences: Sequences,
+    bias: torch.Tensor | None = None,
+    *,
+    has_silu: bool = True,
 ) -> torch.Tensor:
-    """Return silu of the causal convolution of each channel, [num_tokens, channels].
+    """Return the causal convolution of each channel, and silu of it, [num_tokens, channels].
 
     weight: [channels, width]; windows: [num_slots, width - 1, channels], the inputs before."""
     before = _before(windows, sequences).to(x.dtype)
@@ -38,7 +44,7 @@ def short_convolution(
     if sequences.starts is None:
         inputs = torch.cat((before, x[:, None]), 1)
         _write(windows, inputs[:, 1:], sequences)
-        return F.silu((inputs.float() * kernel).sum(1)).to(x.dtype)
+        return _activated((inputs.float() * kernel).sum(1), bias, has_silu).to(x.dtype)
     out = torch.empty_like(x)
     for index, (first, end) in enumerate(_spans(sequences.starts)):
         inputs = torch.cat((before[index], x[first:end]))
@@ -47,7 +53,7 @@ def short_convolution(
             kept = inputs[after : after + width - 1]
             windows[sequences.keeps[index]] = kept.to(windows.dtype)
         parts = inputs.float().unfold(0, width, 1)  # [tokens, channels, width]
-        out[first:end] = F.silu((parts * kernel.T).sum(2)).to(x.dtype)
+        out[first:end] = _activated((parts * kernel.T).sum(2), bias, has_silu).to(x.dtype)
     return out
 
 
@@ -144,6 +150,11 @@ def _chunks(first: int, end: int, after: int) -> list[tuple[int, int]]:
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Return Sᵀ k of each head, [..., v_size]."""
     return (state * key[..., None]).sum(-2)
+
+
+def _activated(y: torch.Tensor, bias: torch.Tensor | None, has_silu: bool) -> torch.Tensor:
+    y = y if bias is None else y + bias
+    return F.silu(y) if has_silu else y
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -490,6 +490,34 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "Qwen3_5Moe",
         _HYBRID | _HYBRID_EXPERTS | {"linear_num_value_heads": 2, "tie_word_embeddings": True},
     ),
+    "lfm2": (
+        "Lfm2",
+        _LLAMA
+        | {
+            "num_hidden_layers": 3,
+            "hidden_size": 48,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 4,
+            "block_multiple_of": 40,
+            "block_ffn_dim_multiplier": 1.3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        _LLAMA
+        | {
+            "num_hidden_layers": 3,
+            "hidden_size": 48,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            "conv_bias": True,
+        },
+    ),
     "ernie4.5-moe": (
         "Ernie4_5_Moe",
         _MEDIUM
@@ -638,6 +666,10 @@ OPTIONS: dict[str, dict] = {
     "hunyuan": {"attention_bias": False} | _EPS,
     "llama-rope-linear": _EPS,
     "minimax-m2": _EPS,
+    "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "norm_eps": 0.05},
+    "lfm2-moe": {
+        "conv_bias": False, "norm_topk_prob": False, "use_expert_bias": False, "norm_eps": 0.05,
+    },
     "ministral": _EPS,
     "ministral3": _EPS,
     "mistral-window": _EPS,
@@ -676,12 +708,12 @@ WITH_EXPERTS = frozenset(
     {
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"),
         *("granite-moe", "granite-moe-shared", "minimax-m2", "phimoe"),
-        *("qwen3-next", "qwen3.5-moe"),
+        *("lfm2-moe", "qwen3-next", "qwen3.5-moe"),
     }
 )
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
 
-WITH_STATES = frozenset({"qwen3-next", "qwen3.5", "qwen3.5-moe"})
+WITH_STATES = frozenset({"lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"})
 """Models with a state for each request: no swap space, no recorded steps."""
 
 OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})

@@ -49,8 +49,9 @@ def _embedding_square(model: Decoder) -> torch.Tensor:
 
 
 def _scale(mix: AttentionMix, norm: Norm, dtype: torch.dtype) -> None:
-    num_q, num_k, _ = (part.count for part in mix.input.parts)
-    queries, keys, values = slice(num_q), slice(num_q, num_q + num_k), slice(num_q + num_k, None)
+    num_q, num_k, num_v = (part.count for part in mix.input.parts[:3])
+    before = num_q + num_k
+    queries, keys, values = slice(num_q), slice(num_q, before), slice(before, before + num_v)
     if mix.norm is not None:
         factor = _factor(mix.norm.k_weight.float().abs().max(), dtype)
         mix.norm.k_weight.mul_(factor)

@@ -261,6 +261,35 @@ class DeltaNet(Mix):
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvolution(Mix):
+    """out(c · convolution(b · x)), a causal convolution of each channel (LFM2)."""
+
+    module: ClassVar[str] = "toolkit.models.short_convolution:ShortConvolutionMix"
+    size: int  # channels
+    width: int  # tokens of the convolution
+    b: Source
+    c: Source
+    x: Source
+    out: Source
+    convolution: str  # name of its tensors
+    bias: bool = False  # of all products and of the convolution
+
+    @property
+    def memory(self) -> RowMemory:
+        return RowMemory((Part(self.size, self.width - 1),))
+
+    def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
+        for source in (self.b, self.c, self.x):
+            yield source, self.size, hidden, self.bias
+        yield self.out, hidden, self.size, self.bias
+
+    def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        yield f"{self.convolution}.weight", (self.size, 1, self.width), False
+        if self.bias:
+            yield f"{self.convolution}.bias", (self.size,), False
+
+
+@dataclass(frozen=True, slots=True)
 class MLP(Mix):
     """down(activation(up(x))), or down(activation(gate(x)) · up(x))."""
 
