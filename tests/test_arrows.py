@@ -120,6 +120,7 @@ ARROWS = {
         "kernels",
         "models",
         "pictures",
+        "scheduler",
         "text",
         "weights",
         "worker",

@@ -41,7 +41,7 @@ def greedy(folder, **settings) -> list[list[int]]:
     return [list(result.outputs[0].token_ids) for result in results]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "qwen3.5"])
 def test_cpu_backend_agrees_with_the_reference(checkpoint, name):
     settings = {"device": "cpu", "dtype": "float32"}
     expected = greedy(checkpoint(name), attention_backend="torch", **settings)

@@ -13,7 +13,7 @@ from toolkit.text.tokenizer import Tokenizer
 
 NEW_TOKENS = 8  # of each answer
 CACHED_TOKENS = 4  # of an answer from a cached prefix
-BUDGET_BLOCKS = 4  # token budget of a step: more than a prompt, less than a batch of them
+BUDGET_UNITS = 4  # token budget of a step: more than a prompt, less than a batch of them
 
 TEXT = """The harbour was quiet when the first boats came back. Nets lay in heaps along the wall,
 and gulls walked between them as if they owned the place. Anna counted the crates twice: 14 of
@@ -51,20 +51,23 @@ class Sizes:
     """Lengths in tokens, of an engine with blocks of `block_size`."""
 
     block_size: int
+    unit: int  # tokens that are cached together: a block, or those between snapshots of states
     context: int  # maximum of the engine
     picture: int = 0  # tokens of the picture; 0: prompts are text
 
     @classmethod
-    def fitting(cls, block_size: int, made_for: int, wanted: int | None, picture: int = 0) -> Sizes:
+    def fitting(
+        cls, block_size: int, unit: int, made_for: int, wanted: int | None, picture: int = 0
+    ) -> Sizes:
         """`made_for`: the model's maximum. `wanted`: the engine's, if the user set it."""
-        needed = max(*_lengths(block_size), _around(picture)) + NEW_TOKENS
-        return cls(block_size, min(needed, made_for) if wanted is None else wanted, picture)
+        needed = max(*_lengths(unit), _around(picture)) + NEW_TOKENS
+        return cls(block_size, unit, min(needed, made_for) if wanted is None else wanted, picture)
 
     @property
     def lengths(self) -> list[int]:
         """Prompt lengths."""
         room = max(1, self.context - NEW_TOKENS)
-        return [min(length, room) for length in _lengths(self.block_size)]
+        return [min(length, room) for length in _lengths(self.unit)]
 
     @property
     def num_blocks(self) -> int:
@@ -87,8 +90,8 @@ def make_prompts(
     for length in sizes.lengths[:-1]:
         prompts.append([tokens[i % len(tokens)] for i in range(begin, begin + length)])
         begin += length
-    other = [tokens[i % len(tokens)] for i in range(begin, begin + sizes.block_size)]
-    rest = prompts[-1][sizes.block_size :]
+    other = [tokens[i % len(tokens)] for i in range(begin, begin + sizes.unit)]
+    rest = prompts[-1][sizes.unit :]
     questions = [*map(Question, prompts), Question((other + rest + other[:1])[: sizes.lengths[-1]])]
     if place is not None:
         before, after = tokens[-WORDS_AROUND:], tokens[:WORDS_AROUND]
@@ -118,9 +121,9 @@ def _around(picture: int) -> int:
     return picture + 2 * WORDS_AROUND if picture else 0
 
 
-def _lengths(block: int) -> tuple[int, ...]:
-    """Return lengths within a block, of a full one, one more, and several."""
-    return 3, block, block + 1, 2 * block + 5, 3 * block, 3 * block + 1
+def _lengths(unit: int) -> tuple[int, ...]:
+    """Return lengths within a unit, of a full one, one more, and several."""
+    return 3, unit, unit + 1, 2 * unit + 5, 3 * unit, 3 * unit + 1
 
 
 def _text(tokenizer: Tokenizer | None, vocab_size: int, place: int | None) -> list[int]:

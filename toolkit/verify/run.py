@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,12 +18,14 @@ from toolkit.models import describe
 from toolkit.models.build import load_config
 from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.registry import describe as describe_model
+from toolkit.models.memory import RowMemory
 from toolkit.pictures.families import find_family
+from toolkit.scheduler.states import GRAIN
 from toolkit.text.tokenizer import Tokenizer
 from toolkit.verify import engines, transformers_model
 from toolkit.verify.compare import FP32_SHARE, NUM_LIKELIEST, Bound, Difference, Scored, compare
 from toolkit.verify.engines import Answers
-from toolkit.verify.prompts import BUDGET_BLOCKS, PICTURE_SIZE, Sizes
+from toolkit.verify.prompts import BUDGET_UNITS, PICTURE_SIZE, Sizes
 from toolkit.weights.formats import Packings
 from toolkit.weights.layout import Kind
 from toolkit.weights.quantization import usable
@@ -95,7 +98,7 @@ def verify(config: EngineConfig, progress: Progress) -> Result:
     description = _describe(config)
     sizes = _sizes(config, description)
     # A step has all tokens of a picture that see each other.
-    budget = max(BUDGET_BLOCKS * sizes.block_size, sizes.picture)
+    budget = max(BUDGET_UNITS * sizes.unit, sizes.picture)
     budget = config.scheduler.max_num_batched_tokens or budget
     # Engines behind one server are equal.
     config = config.with_settings(max_num_batched_tokens=budget, data_parallel_size=1)
@@ -170,9 +173,11 @@ def _sizes(config: EngineConfig, description: Described) -> Sizes:
         grid = find_family(sight.family).token_grid(processor, *PICTURE_SIZE)
         frame = () if tokens.frame is None else (*tokens.frame.before, *tokens.frame.after)
         picture = len(tokens.ids(grid)) + len(frame)
-    return Sizes.fitting(
-        config.cache.block_size, description.max_positions, config.model.max_model_len, picture
-    )
+    size = config.cache.block_size
+    has_states = any(isinstance(one, RowMemory) for one in description.memory)
+    unit = math.lcm(GRAIN, size) if has_states else size
+    length = config.model.max_model_len
+    return Sizes.fitting(size, unit, description.max_positions, length, picture)
 
 
 def _score_exactly(config: EngineConfig, sizes: Sizes, eager: Answers) -> list[Scored] | str:
