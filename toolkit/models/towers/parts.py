@@ -1,7 +1,8 @@
 """Descriptions of towers: encoders of pictures next to a decoder. Imports no torch.
 
-A picture is a grid of patches. Squares of `merge` x `merge` patches become one row, which stands
-for one token of the decoder. A tower orders patches by these squares, row by row."""
+A picture is a grid of patches, or several: tiles of one size. Squares of `merge` x `merge` patches
+become one row, which stands for one token of the decoder. A tower orders patches by these squares,
+row by row, tile by tile."""
 
 from __future__ import annotations
 
@@ -119,6 +120,9 @@ class Tower:
     """Learned positions of a square grid, resampled to a picture's. Those before `first` are the
     lead's."""
     has_fixed_size: bool = False  # positions are not resampled
+    is_tiled: bool = False
+    """Larger pictures are tiles of the fixed size, row by row, and then one of the whole picture.
+    The grid of such a picture has the rows and columns of all tiles but the last."""
     norm: Norm | None = None  # before the blocks
     rotation: Rotation | None = None
     taps: tuple[int, ...] = ()
@@ -161,13 +165,28 @@ class Tower:
     def patch_grid(self, grid: Grid) -> Grid:
         return grid[0] * self.merge, grid[1] * self.merge
 
+    def tiles(self, grid: Grid) -> list[Grid]:
+        """Return the grids that are encoded each on its own."""
+        if not self.is_tiled:
+            return [grid]
+        side = self.side // self.merge
+        count = (grid[0] // side) * (grid[1] // side)
+        return [(side, side)] * (count + (count > 1))
+
     def num_rows(self, grid: Grid) -> int:
         """Return the number of a picture's rows for the decoder."""
-        return self.num_first_rows + grid[0] * grid[1]
+        return sum(self.num_first_rows + rows * columns for rows, columns in self.tiles(grid))
 
     def num_patches(self, grid: Grid) -> int:
-        rows, columns = self.patch_grid(grid)
-        return rows * columns
+        return sum(rows * columns * self.merge**2 for rows, columns in self.tiles(grid))
+
+    def grid_of(self, num_rows: int) -> Grid:
+        """Return the grid of a picture with about this many rows."""
+        if not self.is_tiled:
+            rows = math.isqrt(num_rows)
+            return rows, num_rows // rows
+        side = self.side // self.merge
+        return side * max(1, num_rows // side**2 - 1), side
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +208,7 @@ class PictureArrays:
         """Return the arrays of pictures that are encoded together."""
         first = 0 if tower.table is None else tower.table.first
         rules = tower.merge, tower.window, tower.side, first, tower.lead
-        found = [_arrays_of_one(grid, *rules) for grid in grids]
+        found = [_arrays_of_one(tile, *rules) for grid in grids for tile in tower.tiles(grid)]
         if len(found) == 1:
             return found[0]
         firsts = np.cumsum([0, *(len(one.order) for one in found)])

@@ -8,12 +8,14 @@ from typing import Any
 from toolkit.pictures.families import COMMON_OPTIONS, HALF, INTEGERS
 from toolkit.pictures.families.clip import (
     ENDS,
+    TILES,
     fit,
     largest_grid,
     modernize,
     pack,
     problem,
     refusal,
+    tile_grid,
     token_grid,
 )
 
@@ -23,6 +25,7 @@ __all__ = [
     "ENDS",
     "OPTIONS",
     "PROCESSORS",
+    "TILES",
     "fit",
     "largest_grid",
     "modernize",
@@ -30,6 +33,7 @@ __all__ = [
     "pads",
     "problem",
     "refusal",
+    "tile_grid",
     "token_grid",
 ]
 

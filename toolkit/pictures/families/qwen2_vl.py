@@ -29,6 +29,7 @@ OPTIONS = COMMON_OPTIONS | {"max_pixels", "merge_size", "min_pixels", "patch_siz
 OPTIONS |= {"temporal_patch_size"}
 ARGUMENTS = INTEGERS | {"temporal_patch_size": 1}
 ENDS: dict[str, str] = {}
+TILES = None
 MAX_RATIO = 200  # of the sides, in Transformers
 
 
@@ -103,6 +104,9 @@ def largest_grid(settings: Settings) -> Grid:
     side, fewest, most = _limits(settings)
     rows = max(1, math.isqrt(max(fewest, most) // side**2))
     return rows, max(1, max(fewest, most) // side**2 // rows)
+
+
+tile_grid = largest_grid
 
 
 def _limits(settings: Settings) -> tuple[int, int, int]:
