@@ -35,6 +35,8 @@ _SEEING = (
     "Gemma3Seeing",
     "Mistral3",
     "Llava",
+    "Idefics3",
+    "SmolVLM",
 )  # with a tower
 _HEADS = {"GPT2": "GPT2LMHeadModel"} | {
     family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING

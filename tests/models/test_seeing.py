@@ -63,6 +63,8 @@ CASES += [("mistral3", mode) for mode in FEW]
 CASES += [("llava", mode) for mode in ("room for one picture", "drafts")]
 CASES += [("llava-full", mode) for mode in ("chunks through pictures", "swap")]
 CASES += [("gemma3", mode) for mode in MODES if mode != "small steps that overlap"]
+CASES += [("idefics3", mode) for mode in FEW] + [("idefics3-whole", "all at once")]
+CASES += [("smolvlm", mode) for mode in ("chunks through pictures", "preemption", "drafts")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 
@@ -369,6 +371,12 @@ def test_names_of_towers_may_be_others(folder, pools, tmp_path, name, rename):
         ("mistral3", "preprocessor", {"do_resize": False}, "pictures must be resized"),
         ("mistral3", "preprocessor", {"size": {"shortest_edge": 9}}, "longest_edge, or a height"),
         ("mistral3", "processor", {"image_end_token": "[X]"}, r"has no token '\[X\]'"),
+        ("idefics3", "", {"scale_factor": 4}, "scale_factor is 4, which does not divide the 6 pat"),
+        ("idefics3", "vision_config", {"num_channels": 1}, "it has num_channels: 1"),
+        (
+            "idefics3", "preprocessor", {"max_image_size": {"longest_edge": 9}},
+            "pictures have 3 x 3 patches, and the tower takes 6 x 6",
+        ),
         ("qwen2-vl", "preprocessor", {"merge_size": 1}, r"are \(4, 1\), and those of the tower"),
     ],
 )  # fmt: skip

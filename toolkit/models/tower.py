@@ -24,6 +24,7 @@ from toolkit.models.towers.parts import (
     Patches,
     PictureArrays,
     Pool,
+    Projection,
     Rotation,
     Tower,
 )
@@ -234,6 +235,22 @@ class SquarePool(nn.Module):
         return pooled
 
 
+class SquareProjection(nn.Module):
+    """Makes one row of a square of patches, by one product."""
+
+    def __init__(self, projection: Projection, tower: Tower) -> None:
+        super().__init__()
+        self.norm = Join(tower.hidden, [_norm(projection.norm)])
+        wide = tower.hidden * tower.merge**2
+        self.product = Linear(wide, tower.out, projection.product, bias=False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [num_squares, out] of x + residual [num_patches, hidden]."""
+        (rows,), _ = self.norm(x, residual)
+        projected: torch.Tensor = self.product(rows.view(-1, self.product.columns.count))
+        return projected
+
+
 class LeadEmbedding(nn.Module):
     """An embedding in front of patches."""
 
@@ -268,11 +285,7 @@ class TowerModel(WeightModule):
         self.table = None if table is None else Embedding(table.name, table.size, tower.hidden)
         self.norm = None if tower.norm is None else Join(tower.hidden, [_norm(tower.norm)])
         self.blocks = nn.ModuleList(TowerBlock(block, tower) for block in tower.blocks)
-        self.merger: SquareMerger | SquarePool
-        if isinstance(tower.merger, Pool):
-            self.merger = SquarePool(tower.merger, tower)
-        else:
-            self.merger = SquareMerger(tower.merger, tower)
+        self.merger = _square_merger(tower.merger, tower)
         self.levels = nn.ModuleList(SquareMerger(merger, tower) for _, merger in tower.levels)
         self._after = {block: nth for nth, (block, _) in enumerate(tower.levels)}
 
@@ -332,6 +345,15 @@ class TowerModel(WeightModule):
         squares = pixels.view(len(order), -1).index_select(0, order)
         x = squares.view(len(pixels), channels, -1).float() * self.factor
         return ((x - self.mean) / self.std).flatten(1).to(self.dtype)
+
+
+def _square_merger(merger: Merger | Pool | Projection, tower: Tower) -> nn.Module:
+    """Return the module that makes one row of a square of patches."""
+    if isinstance(merger, Pool):
+        return SquarePool(merger, tower)
+    if isinstance(merger, Projection):
+        return SquareProjection(merger, tower)
+    return SquareMerger(merger, tower)
 
 
 def _norm(norm: describe.Norm) -> Norm:

@@ -87,6 +87,14 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """product(squares of patches, each after a norm)."""
+
+    norm: Norm
+    product: Source  # without a bias
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """A rotation of a head's pairs (i, i + half): the first half by row, the others by column."""
 
@@ -113,7 +121,7 @@ class Tower:
     out: int  # size of a row for the decoder
     patches: Patches
     blocks: Sequence[Block]
-    merger: Merger | Pool
+    merger: Merger | Pool | Projection
     merge: int = 2  # patches of a square's side
     lead: Lead | None = None
     table: Table | None = None
