@@ -40,7 +40,7 @@ ALIGNMENT = 64  # features between the products of an MLP, on a GPU
 class PictureBatch:
     """Pictures that are encoded together. Tensors are on the device."""
 
-    places: torch.Tensor  # [num_patches, 2] int32, row and column in the picture; -1: of a lead
+    places: torch.Tensor  # [num_patches, 2] int32, row and column in the picture; -1: a lead's
     order: torch.Tensor  # [num_squares] int32, of the packed squares; windows are together
     back: torch.Tensor  # [num_rows] int32, square of each row for the decoder
     entries: torch.Tensor | None  # [num_patches, 4] int32, of learned positions
@@ -252,7 +252,7 @@ class SquareProjection(nn.Module):
 
 
 class LeadEmbedding(nn.Module):
-    """An embedding in front of patches."""
+    """An embedding next to patches."""
 
     def __init__(self, lead: Lead, hidden: int) -> None:
         super().__init__()

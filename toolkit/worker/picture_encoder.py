@@ -37,7 +37,7 @@ class PictureEncoder:
     def __init__(self, tower: TowerModel, device: torch.device) -> None:
         self.tower, self.device = tower, device
         self.row_size, self._description = tower.tower.row_size, tower.tower
-        self._no_pixels = bytes(tower.tower.patches.pixels)  # of a lead
+        self._no_pixels = bytes(tower.tower.patches.pixels * tower.tower.merge**2)  # of a lead
         self._graphs: dict[int, _Graph] = {}  # by number of squares
 
     @torch.inference_mode()
@@ -64,12 +64,12 @@ class PictureEncoder:
         return graph.rows[: len(arrays.back)]
 
     def _with_leads(self, data: Sequence[bytes], grids: Sequence[Grid]) -> list[bytes]:
-        """Return pixels with those of a lead before each tile."""
+        """Return pixels with those of a lead after each tile."""
         found = []
         for one, grid in zip(data, grids, strict=True):
             size = len(one) // len(self._description.tiles(grid))
             for first in range(0, len(one), size):
-                found += [self._no_pixels, one[first : first + size]]
+                found += [one[first : first + size], self._no_pixels]
         return found
 
     def num_rows(self, grid: Grid) -> int:

@@ -106,7 +106,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """An embedding in front of a picture's patches: CLIP's class token (arXiv:2103.00020)."""
+    """An embedding next to a picture's patches: CLIP's class token (arXiv:2103.00020)."""
 
     name: str  # of the tensor
     is_kept: bool = False  # the decoder reads its row, before the others
@@ -201,14 +201,15 @@ class Tower:
 class PictureArrays:
     """Places of the patches of pictures, in the order in which the blocks have them.
 
-    A lead is a patch, and a square of its own."""
+    A lead has a square after those of its picture, and is the first patch of it. The square's other
+    patches see each other alone, and are not read."""
 
-    places: Array  # [num_patches, 2] int32, row and column; -1: of a lead
+    places: Array  # [num_patches, 2] int32, row and column; -1: in the square of a lead
     order: Array  # [num_squares] int32, packed squares; those of a window are together
     back: Array  # [num_rows] int32, square of each row for the decoder
     entries: Array | None  # [num_patches, 4] int32, of learned positions
     weights: Array | None  # [num_patches, 4] fp32
-    pictures: Array  # numbers of patches
+    pictures: Array  # numbers of patches that see each other
     windows: Array  # numbers of patches, one window after the other
 
     @classmethod
@@ -262,25 +263,28 @@ def _arrays_of_one(
     back = np.argsort(order).astype(np.int32)
     pictures = np.array([len(places)])
     arrays = PictureArrays(places, order, back, entries, weights, pictures, windows)
-    return arrays if lead is None else _led(arrays, lead)
+    return arrays if lead is None else _led(arrays, lead, merge**2)
 
 
-def _led(arrays: PictureArrays, lead: Lead) -> PictureArrays:
-    """Return the arrays of a picture with a lead. It has the first position, if there are any."""
+def _led(arrays: PictureArrays, lead: Lead, square: int) -> PictureArrays:
+    """Return the arrays of a picture with a lead. It has the first position, if there are any.
+
+    square: patches of a square."""
+    num_squares, more = len(arrays.order), ((0, square), (0, 0))
     entries = weights = None
     if arrays.entries is not None and arrays.weights is not None:
-        entries = np.pad(arrays.entries, ((1, 0), (0, 0)))
-        weights = np.pad(arrays.weights, ((1, 0), (0, 0)))
-        weights[0, 0] = 1
-    back = arrays.back + np.int32(1)
+        entries, weights = np.pad(arrays.entries, more), np.pad(arrays.weights, more)
+        weights[-square, 0] = 1
+    lead_square = np.array([num_squares], np.int32)
+    segments = np.array([num_squares * square + 1] + [square - 1] * (square > 1))
     return PictureArrays(
-        np.pad(arrays.places, ((1, 0), (0, 0)), constant_values=-1),
-        np.pad(arrays.order + np.int32(1), (1, 0)),
-        np.pad(back, (1, 0)) if lead.is_kept else back,
+        np.pad(arrays.places, more, constant_values=-1),
+        np.concatenate((arrays.order, lead_square)),
+        np.concatenate((lead_square, arrays.back)) if lead.is_kept else arrays.back,
         entries,
         weights,
-        arrays.pictures + 1,
-        arrays.windows + 1,
+        segments,
+        segments,
     )
 
 
