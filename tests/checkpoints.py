@@ -37,10 +37,12 @@ _SEEING = (
     "Llava",
     "Idefics3",
     "SmolVLM",
+    "InternVL",
 )  # with a tower
 _HEADS = {"GPT2": "GPT2LMHeadModel"} | {
     family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING
 }
+_VECTORS = ("sinks", "class_embedding", "lambda_1", "lambda_2")
 _OFFSET_NORMS = ("Gemma", "Nemotron")  # their norms multiply by 1 + weight
 _TOKENIZER = Path(__file__).parent / "references" / "tokenizer"
 
@@ -84,7 +86,7 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
         for module in model.modules():
             is_norm = "Norm" in type(module).__name__
             for name, parameter in module.named_parameters(recurse=False):
-                is_vector = name.endswith("bias") or name in ("sinks", "class_embedding")
+                is_vector = name.endswith("bias") or name in _VECTORS
                 if is_vector or is_norm:
                     parameter.normal_(norm_mean if name == "weight" else 0.0, 0.3)
                 elif isinstance(module, torch.nn.Embedding):

@@ -179,6 +179,42 @@ MODELS["smolvlm"] = (
     {"image_processor_type": "SmolVLMImageProcessor"}
     | {"size": {"longest_edge": 30}, "max_image_size": {"longest_edge": 16}} | _PIXELS,
 )  # fmt: skip
+_INTERN = _SIGLIP | {"image_size": 16, "patch_size": 4, "num_hidden_layers": 3}
+_GOT = {
+    "image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 16, "width": 16},
+    "crop_to_patches": False, "max_patches": 4,
+} | _PIXELS  # fmt: skip
+MODELS["internvl"] = (
+    "InternVL",
+    {
+        "text_config": _TEXT | _TILED | {"model_type": "qwen2"},
+        "vision_config": _INTERN | {"attention_bias": True, "layer_norm_eps": 1e-3},
+        "image_token_id": PICTURE, "tie_word_embeddings": False,
+    },
+    _GOT,
+)  # fmt: skip
+MODELS["internvl-rms"] = (
+    "InternVL",
+    {
+        "text_config": _TEXT | _TILED | {"model_type": "qwen3", "head_dim": 12},
+        "vision_config": _INTERN
+        | {"use_qk_norm": True, "norm_type": "rms_norm", "use_mask_token": True}
+        | {"image_size": [24, 24], "patch_size": [3, 3], "hidden_act": "silu"},
+        "downsample_ratio": 0.25, "projector_hidden_act": "gelu_pytorch_tanh",
+        "vision_feature_layer": -2, "image_token_id": PICTURE, "tie_word_embeddings": True,
+    },
+    _GOT | {"size": {"height": 24, "width": 24}, "min_patches": 2, "max_patches": 5},
+)  # fmt: skip
+MODELS["internvl-llama"] = (
+    "InternVL",
+    {
+        "text_config": _TEXT | _TILED | {"model_type": "llama"},
+        "vision_config": _INTERN | {"hidden_act": "gelu_pytorch_tanh"},
+        "vision_feature_layer": 1, "downsample_ratio": 1.0,
+        "image_token_id": PICTURE, "tie_word_embeddings": False,
+    },
+    _GOT | {"max_patches": 1},
+)  # fmt: skip
 COUNT = 8  # tokens of an answer
 
 
@@ -253,7 +289,7 @@ def save(name: str, folder: Path, *, is_published: bool = True, is_loud: bool = 
     if family == "Mistral3":
         names = {"image_break_token": "<|user|>", "image_end_token": "<|end|>"}
         (folder / "processor_config.json").write_text(json.dumps(names))
-    if family in ("Idefics3", "SmolVLM"):
+    if family in ("Idefics3", "SmolVLM", "InternVL"):
         tiled_tokenizer(family).save(str(folder / "tokenizer.json"))
     return folder
 
@@ -264,6 +300,8 @@ def tiled_tokenizer(family: str) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer" / "tokenizer.json"))
     cells = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
     more = ["<global-img>"] if family == "Idefics3" else []  # else it is text
+    if family == "InternVL":
+        more, cells = ["<img>", "</img>"], []
     tokenizer.add_special_tokens(["<fake_token_around_image>", "<image>", *more, *cells])
     return tokenizer
 
@@ -463,11 +501,23 @@ def _idefics_inputs(asked: Asked, name: str) -> Inputs:
     return inputs, _expanded(asked, pictures)
 
 
+def _internvl_inputs(asked: Asked, name: str) -> Inputs:
+    """Return inputs as Transformers' InternVLProcessor makes them."""
+    family, *_ = MODELS[name]
+    given = _settings(name) | {"crop_to_patches": True}
+    found = _processed("got_ocr2", "GotOcr2ImageProcessor", asked, **given)
+    count = {"internvl": 4, "internvl-rms": 4, "internvl-llama": 16}[name]
+    begin, end = (tiled_tokenizer(family).token_to_id(one) for one in ("<img>", "</img>"))
+    pictures = [[begin, *[PICTURE] * (count * tiles), end] for tiles in found["num_patches"]]
+    return {"pixel_values": found["pixel_values"]}, _expanded(asked, pictures)
+
+
 _INPUTS: dict[str, Callable[[Asked, str], Inputs]] = {
     "Qwen2VL": _qwen_inputs, "Qwen2_5_VL": _qwen_inputs, "Qwen3VL": _qwen_inputs,
     "Qwen3VLMoe": _qwen_inputs,
     "Mistral3": _mistral_inputs, "Llava": _llava_inputs, "Gemma3Seeing": _gemma_inputs,
     "Idefics3": _idefics_inputs, "SmolVLM": _idefics_inputs,
+    "InternVL": _internvl_inputs,
 }  # fmt: skip
 """Functions that return Transformers' inputs for pictures, and the prompt with all of their
 tokens; by class."""

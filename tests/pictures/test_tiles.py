@@ -50,7 +50,8 @@ SIZES = [(1, 1), (19, 19), (20, 19), (137, 91), (75, 301), (700, 640), (49, 2), 
 def settings_of(folder: Path, name: str, fields: dict[str, Any]) -> ProcessorSettings:
     given = {"image_processor_type": f"{name}ImageProcessor"} | fields
     (folder / "preprocessor_config.json").write_text(json.dumps(given))
-    return read_processor(folder, "idefics3", {}, patch_size=PATCH, merge=MERGE)
+    family = "internvl" if name == "GotOcr2" else "idefics3"
+    return read_processor(folder, family, {}, patch_size=PATCH, merge=MERGE)
 
 
 def reference(module: str, name: str, fields: dict[str, Any]) -> Any:
@@ -107,6 +108,55 @@ def test_tiles_are_those_of_transformers(
         assert np.abs(tiles - np.stack(list(expected))[:, :, :side, :side]).max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"size": {"height": 19, "width": 19}},
+        {"size": {"height": 30, "width": 30}, "max_patches": 5, "min_patches": 3, "resample": 2},
+        {"size": {"height": 30, "width": 30}, "max_patches": 1},
+    ],
+)
+def test_tiles_of_internvl_are_those_of_transformers(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """Their number follows from the picture's shape, and there is one of all of it."""
+    settings = settings_of(tmp_path, "GotOcr2", fields | {"crop_to_patches": False})
+    made, family = tokenizer(tmp_path, "<img>", "</img>"), find_family("internvl")
+    begin, end = (made.token_to_id(text) for text in ("<img>", "</img>"))
+    tokens = find_tokens(tmp_path, settings, PLACEHOLDER, 0)
+    processor = PictureProcessor(settings)
+    theirs = reference("got_ocr2", "GotOcr2", fields | {"crop_to_patches": True})
+    count = family.tile_grid(settings)[0] ** 2
+    for size in SIZES:
+        image = gradient(*size)
+        _, array = processor.process(image)
+        found = theirs([image])
+        expected = np.stack(list(found["pixel_values"]))
+        ids = tokens.ids(family.token_grid(settings, *size))
+        assert ids == [begin, *[PLACEHOLDER] * (count * found["num_patches"][0]), end]
+        assert ids.count(PLACEHOLDER) <= tokens.num_rows(family.largest_grid(settings))
+        tiles = as_tiles(array, settings, len(expected))
+        side = tiles.shape[-1]
+        assert np.abs(tiles - expected[:, :, :side, :side]).max() < 1e-5
+
+
+@pytest.mark.parametrize(("fewest", "most"), [(1, 12), (1, 1), (2, 6), (4, 9), (3, 2)])
+def test_counts_of_internvl_follow_from_sizes(tmp_path: Path, fewest: int, most: int) -> None:
+    fields = {"size": {"height": 30, "width": 30}, "min_patches": fewest, "max_patches": most}
+    settings, family = settings_of(tmp_path, "GotOcr2", fields), find_family("internvl")
+    theirs = reference("got_ocr2", "GotOcr2", fields | {"crop_to_patches": True})
+    tokenizer(tmp_path, "<img>", "</img>")
+    tokens = find_tokens(tmp_path, settings, PLACEHOLDER, 0)
+    largest = tokens.num_rows(family.largest_grid(settings))
+    found = set()
+    for width in range(1, 400, 7):
+        for height in (*range(1, 130, 5), 30, 60, 90, 1000):
+            found.add(tokens.num_rows(family.token_grid(settings, width, height)))
+            number = theirs.get_number_of_image_patches(height, width)
+            assert tokens.num_rows(family.token_grid(settings, width, height)) == 25 * number
+    assert max(found) == largest
+
+
 def as_tiles(patches: np.ndarray, settings: ProcessorSettings, count: int) -> np.ndarray:
     """Return patches put together and normalized: [tiles, channels, height, width]."""
     side = round((len(patches) / count) ** 0.5)
@@ -116,10 +166,12 @@ def as_tiles(patches: np.ndarray, settings: ProcessorSettings, count: int) -> np
     return (tiles.astype(np.float64) * settings.rescale_factor - mean) / std
 
 
-@pytest.mark.parametrize(("module", "name"), [("idefics3", "Idefics3"), ("smolvlm", "SmolVLM")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("idefics3", "Idefics3"), ("smolvlm", "SmolVLM"), ("got_ocr2", "GotOcr2")]
+)
 def test_defaults_and_options_exist_in_transformers(tmp_path: Path, module: str, name: str) -> None:
     found, theirs = settings_of(tmp_path, name, {}), reference(module, name, {})
-    assert theirs.valid_kwargs.__annotations__.keys() >= find_family("idefics3").OPTIONS
+    assert theirs.valid_kwargs.__annotations__.keys() >= find_family(found.family).OPTIONS
     for field, value in found.fields.items():
         expected = getattr(theirs, field)
         assert type(value)(expected) == value
@@ -199,6 +251,23 @@ def test_missing_tokens_are_errors(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         find_tokens(tmp_path, settings, PLACEHOLDER, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"do_resize": False}, "do_resize is false"),
+        ({"size": {"height": 30, "width": 36}}, "and tk supports an equal height and width"),
+        ({"size": {"shortest_edge": 30}}, "and tk supports an equal height and width"),
+        ({"max_patches": 0}, "max_patches is 0, which must be a number from 1 on"),
+        ({"size": {"height": 9, "width": 9}}, "9 pixels has 3 patches on a side, which must be a"),
+    ],
+)
+def test_other_settings_of_internvl_are_problems(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    settings = settings_of(tmp_path, "GotOcr2", fields)
+    assert words in find_family("internvl").problem(settings)
 
 
 @pytest.mark.parametrize(

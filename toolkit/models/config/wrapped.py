@@ -13,6 +13,7 @@ from toolkit.weights.names import text_pattern
 _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text", None: "gemma3_text"},
     "idefics3": {"llama": "llama", None: "llama"},
+    "internvl": {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", None: "qwen2"},
     "llava": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", None: "llama"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", None: "mistral"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2", None: "qwen2"},

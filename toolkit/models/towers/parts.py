@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.models.describe import MLP, Norm, Table
+from toolkit.models.describe import MLP, HeadNorm, Norm, Table
 from toolkit.weights.activation import activation_kind
 from toolkit.weights.source import Source, consecutive
 
@@ -55,7 +55,12 @@ class Block:
     mlp_norm: Norm
     mlp: MLP
     is_windowed: bool = False
-    bias: bool = True  # of queries, keys, values and the output
+    qkv_bias: bool = True
+    out_bias: bool = True
+    qk_norm: HeadNorm | None = None  # spans all heads
+    scales: tuple[str, str] | None = None
+    """Names of factors of each feature (LayerScale, arXiv:2103.17239): of the output of attention,
+    and of the MLP's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,7 @@ class Lead:
 
     name: str  # of the tensor
     is_kept: bool = False  # the decoder reads its row, before the others
+    more_dimensions: int = 0  # of size 1, before the embedding's
 
 
 @dataclass(frozen=True, slots=True)
