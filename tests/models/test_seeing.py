@@ -67,6 +67,7 @@ CASES += [("idefics3", mode) for mode in FEW] + [("idefics3-whole", "all at once
 CASES += [("smolvlm", mode) for mode in ("chunks through pictures", "preemption", "drafts")]
 CASES += [("internvl", mode) for mode in FEW] + [("internvl-llama", "all at once")]
 CASES += [("internvl-rms", mode) for mode in ("chunks through pictures", "preemption", "drafts")]
+CASES += [("idefics3", "two stages"), ("internvl", "two ranks")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 
