@@ -44,10 +44,14 @@ _SEEING = (
     "Gemma3Seeing",
     "Mistral3",
     "Llava",
+    "Idefics3",
+    "SmolVLM",
+    "InternVL",
 )  # with a tower
 _HEADS = {"GPT2": "GPT2LMHeadModel"} | {
     family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING
 }
+_VECTORS = ("sinks", "class_embedding", "lambda_1", "lambda_2", "A_log")
 _OFFSET_NORMS = ("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")  # their norms multiply by 1 + weight
 _TOKENIZER = Path(__file__).parent / "references" / "tokenizer"
 
@@ -91,7 +95,7 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
         for module in model.modules():
             is_norm = "Norm" in type(module).__name__
             for name, parameter in module.named_parameters(recurse=False):
-                is_vector = name.endswith("bias") or name in ("sinks", "class_embedding", "A_log")
+                is_vector = name.endswith("bias") or name in _VECTORS
                 if is_vector or is_norm:
                     mean = 1.0 if type(module).__name__.endswith("Gated") else norm_mean
                     parameter.normal_(mean if name == "weight" else 0.0, 0.3)

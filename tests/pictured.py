@@ -8,14 +8,16 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 
 from tests import checkpoints
-from tests.references import NEAR, Reference, _digest
+from tests.references import FOLDER, NEAR, Reference, _digest
 from toolkit.pictures.pool import Pixels
 from toolkit.pictures.processor import PictureProcessor
 from toolkit.pictures.settings import PictureLimits, ProcessorSettings
@@ -175,6 +177,71 @@ MODELS["gemma3"] = (
     | _PIXELS,
 )  # fmt: skip
 """A picture has 9 tokens, more than a sliding window."""
+_TILED = {"vocab_size": 274}  # with the tokens of `tiled_tokenizer`
+_SIGLIP = {
+    "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+MODELS["idefics3"] = (
+    "Idefics3",
+    {
+        "text_config": _TEXT | _TILED | {"model_type": "llama"},
+        "vision_config": _SIGLIP
+        | {"image_size": 19, "patch_size": 3, "hidden_act": "gelu", "layer_norm_eps": 1e-3},
+        "scale_factor": 3, "image_token_id": PICTURE, "tie_word_embeddings": False,
+    },
+    {"image_processor_type": "Idefics3ImageProcessor", "resample": 2}
+    | {"size": {"longest_edge": 34}, "max_image_size": {"longest_edge": 19}} | _PIXELS,
+)  # fmt: skip
+MODELS["idefics3-whole"] = (
+    *MODELS["idefics3"][:2],
+    MODELS["idefics3"][2] | {"do_image_splitting": False},
+)
+MODELS["smolvlm"] = (
+    "SmolVLM",
+    {
+        "text_config": _TEXT | _TILED | {"model_type": "llama", "head_dim": 12},
+        "vision_config": _SIGLIP | {"image_size": 16, "patch_size": 4, "num_hidden_layers": 3},
+        "scale_factor": 2, "image_token_id": PICTURE, "tie_word_embeddings": True,
+    },
+    {"image_processor_type": "SmolVLMImageProcessor"}
+    | {"size": {"longest_edge": 30}, "max_image_size": {"longest_edge": 16}} | _PIXELS,
+)  # fmt: skip
+_INTERN = _SIGLIP | {"image_size": 16, "patch_size": 4, "num_hidden_layers": 3}
+_GOT = {
+    "image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 16, "width": 16},
+    "crop_to_patches": False, "max_patches": 4,
+} | _PIXELS  # fmt: skip
+MODELS["internvl"] = (
+    "InternVL",
+    {
+        "text_config": _TEXT | _TILED | {"model_type": "qwen2"},
+        "vision_config": _INTERN | {"attention_bias": True, "layer_norm_eps": 1e-3},
+        "image_token_id": PICTURE, "tie_word_embeddings": False,
+    },
+    _GOT,
+)  # fmt: skip
+MODELS["internvl-rms"] = (
+    "InternVL",
+    {
+        "text_config": _TEXT | _TILED | {"model_type": "qwen3", "head_dim": 12},
+        "vision_config": _INTERN
+        | {"use_qk_norm": True, "norm_type": "rms_norm", "use_mask_token": True}
+        | {"image_size": [24, 24], "patch_size": [3, 3], "hidden_act": "silu"},
+        "downsample_ratio": 0.25, "projector_hidden_act": "gelu_pytorch_tanh",
+        "vision_feature_layer": -2, "image_token_id": PICTURE, "tie_word_embeddings": True,
+    },
+    _GOT | {"size": {"height": 24, "width": 24}, "min_patches": 2, "max_patches": 5},
+)  # fmt: skip
+MODELS["internvl-llama"] = (
+    "InternVL",
+    {
+        "text_config": _TEXT | _TILED | {"model_type": "llama"},
+        "vision_config": _INTERN | {"hidden_act": "gelu_pytorch_tanh"},
+        "vision_feature_layer": 1, "downsample_ratio": 1.0,
+        "image_token_id": PICTURE, "tie_word_embeddings": False,
+    },
+    _GOT | {"max_patches": 1},
+)  # fmt: skip
 COUNT = 8  # tokens of an answer
 
 
@@ -249,7 +316,21 @@ def save(name: str, folder: Path, *, is_published: bool = True, is_loud: bool = 
     if family == "Mistral3":
         names = {"image_break_token": "<|user|>", "image_end_token": "<|end|>"}
         (folder / "processor_config.json").write_text(json.dumps(names))
+    if family in ("Idefics3", "SmolVLM", "InternVL"):
+        tiled_tokenizer(family).save(str(folder / "tokenizer.json"))
     return folder
+
+
+@functools.cache
+def tiled_tokenizer(family: str) -> Tokenizer:
+    """Return the tokenizer of a family whose pictures are tiles: bytes, and tokens around these."""
+    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer" / "tokenizer.json"))
+    cells = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
+    more = ["<global-img>"] if family == "Idefics3" else []  # else it is text
+    if family == "InternVL":
+        more, cells = ["<img>", "</img>"], []
+    tokenizer.add_special_tokens(["<fake_token_around_image>", "<image>", *more, *cells])
+    return tokenizer
 
 
 def answer(name: str, asked: Asked, *, is_adapted: bool = False) -> list[int]:
@@ -422,10 +503,48 @@ def _gemma_inputs(asked: Asked, name: str) -> Inputs:
     return inputs, _expanded(asked, [[PICTURE] * 9] * len(asked.pictures))
 
 
+def _idefics_inputs(asked: Asked, name: str) -> Inputs:
+    """Return inputs as Transformers' Idefics3Processor makes them."""
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    family, settings, _ = MODELS[name]
+    given = _settings(name) | {"return_row_col_info": True}
+    found = _processed(family.lower(), f"{family}ImageProcessor", asked, **given)
+    vision = settings["vision_config"]
+    side = vision["image_size"] // vision["patch_size"] // settings["scale_factor"]
+    texts = SimpleNamespace(
+        fake_image_token="<fake_token_around_image>",
+        global_image_tag="<global-img>",
+        image_token="<image>",
+        image_seq_len=side**2,
+    )
+    tokenizer = tiled_tokenizer(family)
+    token_id = tokenizer.token_to_id("<image>")
+    pictures = []
+    for index in range(len(asked.pictures)):
+        ids = tokenizer.encode(Idefics3Processor.replace_image_token(texts, found, index)).ids
+        pictures.append([PICTURE if one == token_id else one for one in ids])
+    inputs = {key: found[key] for key in ("pixel_values", "pixel_attention_mask")}
+    return inputs, _expanded(asked, pictures)
+
+
+def _internvl_inputs(asked: Asked, name: str) -> Inputs:
+    """Return inputs as Transformers' InternVLProcessor makes them."""
+    family, *_ = MODELS[name]
+    given = _settings(name) | {"crop_to_patches": True}
+    found = _processed("got_ocr2", "GotOcr2ImageProcessor", asked, **given)
+    count = {"internvl": 4, "internvl-rms": 4, "internvl-llama": 16}[name]
+    begin, end = (tiled_tokenizer(family).token_to_id(one) for one in ("<img>", "</img>"))
+    pictures = [[begin, *[PICTURE] * (count * tiles), end] for tiles in found["num_patches"]]
+    return {"pixel_values": found["pixel_values"]}, _expanded(asked, pictures)
+
+
 _INPUTS: dict[str, Callable[[Asked, str], Inputs]] = {
     "Qwen2VL": _qwen_inputs, "Qwen2_5_VL": _qwen_inputs, "Qwen3VL": _qwen_inputs,
     "Qwen3VLMoe": _qwen_inputs, "Qwen3_5Seeing": _qwen_inputs, "Qwen3_5MoeSeeing": _qwen_inputs,
     "Mistral3": _mistral_inputs, "Llava": _llava_inputs, "Gemma3Seeing": _gemma_inputs,
+    "Idefics3": _idefics_inputs, "SmolVLM": _idefics_inputs,
+    "InternVL": _internvl_inputs,
 }  # fmt: skip
 """Functions that return Transformers' inputs for pictures, and the prompt with all of their
 tokens; by class."""

@@ -18,10 +18,11 @@ from toolkit.errors import InvalidParamError
 from toolkit.pictures.pool import Pixels
 from toolkit.pictures.settings import PictureLimits
 from toolkit.pictures.sources import Encoded
-from toolkit.pictures.tokens import PictureTokens
+from toolkit.pictures.tokens import PictureTokens, TileTokens
 from toolkit.worker.info import SightInfo
 
 SIGHT = SightInfo(tokens=PictureTokens(placeholder=7), processor=QWEN, most_rows=4000, num_pages=9)
+TILES = TileTokens(grid=(1, 2), cells=(((3,),), ((4, 4),)), last=(8,), alone=(2,), end=(1,))
 URL, OTHER = (data_url(saved(gradient(*size))) for size in ((60, 60), (90, 60)))
 
 
@@ -170,6 +171,25 @@ def test_texts_between_pictures_are_joined(parts: list[str | None], content: obj
             (3, 2),
             [7, 7, 8, 7, 7, 8, 7, 7, 9],
             ((1, 2), (4, 2), (7, 2)),
+        ),
+        (PictureTokens(placeholder=7, tiles=TILES), (1, 2), [2, 7, 7, 1], ((2, 2),)),
+        (
+            PictureTokens(placeholder=7, tiles=TILES),
+            (2, 2),
+            [3, 7, 7, 4, 4, 7, 7, 8, 7, 7, 1],
+            ((2, 2), (6, 2), (9, 2)),
+        ),
+        (
+            PictureTokens(placeholder=7, tiles=TileTokens(grid=(1, 1), start=(2,), end=(3,))),
+            (1, 2),
+            [2, 7, 7, 7, 3],
+            ((2, 3),),
+        ),
+        (
+            PictureTokens(placeholder=7, tiles=TileTokens(grid=(1, 1), start=(2,), end=(3,))),
+            (1, 1),
+            [2, 7, 3],
+            ((2, 1),),
         ),
     ],
 )

@@ -72,7 +72,8 @@ def test_estimate_matches_the_worker(checkpoint: Callable[[str], Path], kind: st
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "parts"), [("qwen3-vl", 0, 3), ("qwen3-vl", 2, 3), ("llava", 1, 1)]
+    ("name", "number", "parts"),
+    [("qwen3-vl", 0, 3), ("qwen3-vl", 2, 3), ("llava", 1, 1), ("idefics3", 1, 1)],
 )
 def test_estimate_counts_the_tower(tmp_path, name, number, parts):
     """parts: a row's, for the embedding and layers."""

@@ -65,6 +65,11 @@ CASES += [("mistral3", mode) for mode in FEW]
 CASES += [("llava", mode) for mode in ("room for one picture", "drafts")]
 CASES += [("llava-full", mode) for mode in ("chunks through pictures", "swap")]
 CASES += [("gemma3", mode) for mode in MODES if mode != "small steps that overlap"]
+CASES += [("idefics3", mode) for mode in FEW] + [("idefics3-whole", "all at once")]
+CASES += [("smolvlm", mode) for mode in ("chunks through pictures", "preemption", "drafts")]
+CASES += [("internvl", mode) for mode in FEW] + [("internvl-llama", "all at once")]
+CASES += [("internvl-rms", mode) for mode in ("chunks through pictures", "preemption", "drafts")]
+CASES += [("idefics3", "two stages"), ("internvl", "two ranks")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 
@@ -145,6 +150,20 @@ def test_rows_of_towers_equal_transformers(tmp_path, name):
         expected = pictured.rows(name, which)
         away = (found[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max()
         assert away < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llava", "internvl-rms"])
+def test_random_towers_have_finite_rows(folder, name):
+    tower = load_config(folder(name)).sight.tower
+    torch.use_deterministic_algorithms(True)  # memory that is not initialized is NaN
+    try:
+        model = TowerModel(tower)
+        load_weights(model, folder(name), "dummy")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    grid = (tower.side // tower.merge, tower.side // tower.merge)
+    pixels = bytes(tower.num_patches(grid) * tower.patches.pixels)
+    assert PictureEncoder(model, torch.device("cpu")).encode([pixels], [grid]).isfinite().all()
 
 
 def test_pictures_see_both_ways():
@@ -344,7 +363,12 @@ def inner_tower(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "rename"),
-    [("llava", inner_tower), ("llava", test_towers.inner), ("mistral3", test_towers.inner)],
+    [
+        ("llava", inner_tower),
+        ("llava", test_towers.inner),
+        ("mistral3", test_towers.inner),
+        ("internvl", test_towers.inner),
+    ],
 )
 def test_names_of_towers_may_be_others(folder, pools, tmp_path, name, rename):
     path = test_towers.renamed(folder(name), tmp_path / "m", rename)
@@ -371,6 +395,20 @@ def test_names_of_towers_may_be_others(folder, pools, tmp_path, name, rename):
         ("mistral3", "preprocessor", {"do_resize": False}, "pictures must be resized"),
         ("mistral3", "preprocessor", {"size": {"shortest_edge": 9}}, "longest_edge, or a height"),
         ("mistral3", "processor", {"image_end_token": "[X]"}, r"has no token '\[X\]'"),
+        ("idefics3", "", {"scale_factor": 4}, "scale_factor is 4, which does not divide the 6 pat"),
+        ("idefics3", "vision_config", {"num_channels": 1}, "it has num_channels: 1"),
+        (
+            "idefics3", "preprocessor", {"max_image_size": {"longest_edge": 9}},
+            "pictures have 3 x 3 patches, and the tower takes 6 x 6",
+        ),
+        ("internvl", "", {"downsample_ratio": 0.3}, "downsample_ratio is 0.3: tk supports 1 / n"),
+        ("internvl", "", {"downsample_ratio": 0.125}, "divides the 4 patches of a tile's side"),
+        ("internvl", "", {"vision_feature_layer": [1, 2]}, "supports one for internvl"),
+        ("internvl", "", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strat"),
+        ("internvl", "vision_config", {"use_mean_pooling": False}, "it has use_mean_pooling: fals"),
+        ("internvl", "vision_config", {"norm_type": "x"}, "norm_type"),
+        ("internvl", "vision_config", {"image_size": [16, 8]}, r"is \[16, 8\], and tk supports sq"),
+        ("internvl", "preprocessor", {"size": {"height": 8, "width": 8}}, "2 x 2 patches, and the"),
         ("qwen2-vl", "preprocessor", {"merge_size": 1}, r"are \(4, 1\), and those of the tower"),
     ],
 )  # fmt: skip

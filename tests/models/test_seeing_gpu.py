@@ -60,9 +60,11 @@ def test_captured_towers_compute_the_same(folder, name):
     encoder = llm._core.executor._worker.runner.features.table.encoder
     assert encoder._graphs
     random = np.random.RandomState(0)
-    for grids in ([(8, 9)], [(16, 8)], [(16, 9), (3, 30)], [(40, 51)], [(5, 5)] * 20, [(1, 1)]):
-        counts = [encoder.tower.tower.num_patches(grid) for grid in grids]
-        data = [random.randint(0, 256, 48 * n, dtype=np.uint8).tobytes() for n in counts]
+    tower = encoder.tower.tower
+    smallest = (tower.side // tower.merge,) * 2 if tower.is_tiled else (1, 1)
+    for grids in ([(8, 9)], [(16, 8)], [(16, 9), (3, 30)], [(40, 51)], [(5, 5)] * 20, [smallest]):
+        counts = [tower.num_patches(grid) * tower.patches.pixels for grid in grids]
+        data = [random.randint(0, 256, n, dtype=np.uint8).tobytes() for n in counts]
         found = encoder.encode(data, grids).clone()
         graphs, encoder._graphs = encoder._graphs, {}
         torch.testing.assert_close(found, encoder.encode(data, grids))

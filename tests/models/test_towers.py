@@ -223,6 +223,13 @@ def test_overrides_reach_the_decoder(folder: Callable[[str], Path]) -> None:
         ("model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
         ("model.vision_tower.vision_model.embeddings.x", "vision_tower.embeddings.x"),
         ("model.multi_modal_projector.linear_1.bias", "multi_modal_projector.linear_1.bias"),
+        ("model.text_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.vision_model.post_layernorm.bias", "vision_model.post_layernorm.bias"),
+        (
+            "model.connector.modality_projection.proj.weight",
+            "connector.modality_projection.proj.weight",
+        ),
+        ("re:.*text_model.*q_proj$", "re:.*model.*q_proj$"),
         ("re:.*mlp.gate$", "re:.*mlp.gate$"),
         (r"re:model\.language_model\.layers\.0.*", r"re:model\.layers\.0.*"),
         ("re:.*language_model.*q_proj$", "re:.*model.*q_proj$"),

@@ -13,7 +13,7 @@ import pytest
 from tests import checkpoints
 from toolkit.errors import InvalidRequestError
 from toolkit.text import template_sandbox as sandbox
-from toolkit.text.chat_template import read_templates
+from toolkit.text.chat_template import read_templates, render_template
 from toolkit.text.tokenizer import Tokenizer
 
 CHATML = """{%- if tools %}
@@ -497,3 +497,39 @@ class TestLimits:
         first, second = await asyncio.gather(long, short, return_exceptions=True)
         assert isinstance(first, InvalidRequestError)
         assert second == "done"
+
+
+PARTS = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""Reads parts alone, as SmolVLM's."""
+
+
+def test_texts_are_parts_for_templates_that_read_parts_alone():
+    picture = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    asked = {"role": "user", "content": picture}
+    answered = {"role": "assistant", "content": "A cat."}
+    more = {"role": "user", "content": "Sure?"}
+    written = "User:<image>What?<end>\nAssistant: A cat.<end>\nUser: Sure?<end>\nAssistant:"
+    assert render_template(PARTS, {}, [asked, answered, more]) == written
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert render_template(PARTS, {}, [more, answered], **options) == (
+        "User: Sure?<end>\nAssistant: A cat."
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{% endfor %}",  # reads texts
+        "{{ messages[0].type }}",  # reads neither
+        "{{ raise_exception('no type') if 'QUESTION' in messages[0].content else 'text' }}",
+    ],
+)
+def test_texts_stay_texts_for_other_templates(template):
+    message = {"role": "user", "content": "a type"}
+    assert render_template(template, {}, [message]) in ("a type", "", "text")

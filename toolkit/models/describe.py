@@ -415,6 +415,9 @@ class Table:
     name: str
     size: int
     first: int = 0  # row of the first entry
+    is_bare: bool = (
+        False  # the tensor has `name` alone, and a dimension of size 1 before the others
+    )
 
 
 @dataclass(frozen=True, slots=True)

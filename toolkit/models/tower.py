@@ -13,6 +13,7 @@ from torch import nn
 
 from toolkit.attention.packed import Segments, attend_rotated, on_device
 from toolkit.distributed import full_shard
+from toolkit.kernels.table import kernels_for
 from toolkit.layers import Embedding, Join, Linear, MergedLinear, Norm
 from toolkit.models import describe
 from toolkit.models.mix import MLPMix
@@ -24,6 +25,7 @@ from toolkit.models.towers.parts import (
     Patches,
     PictureArrays,
     Pool,
+    Projection,
     Rotation,
     Tower,
 )
@@ -39,7 +41,7 @@ ALIGNMENT = 64  # features between the products of an MLP, on a GPU
 class PictureBatch:
     """Pictures that are encoded together. Tensors are on the device."""
 
-    places: torch.Tensor  # [num_patches, 2] int32, row and column in the picture; -1: of a lead
+    places: torch.Tensor  # [num_patches, 2] int32, row and column in the picture; -1: a lead's
     order: torch.Tensor  # [num_squares] int32, of the packed squares; windows are together
     back: torch.Tensor  # [num_rows] int32, square of each row for the decoder
     entries: torch.Tensor | None  # [num_patches, 4] int32, of learned positions
@@ -98,10 +100,13 @@ class TowerBlock(nn.Module):
         hidden, self.num_heads = tower.hidden, tower.num_heads
         self.is_windowed = block.is_windowed
         self.attn_norm = Join(hidden, [_norm(block.attn_norm)])
-        self.qkv = MergedLinear(hidden, [full_shard(hidden)] * 3, block.qkv, bias=block.bias)
-        self.attn_out = Linear(hidden, hidden, block.out, bias=block.bias)
+        self.qkv = MergedLinear(hidden, [full_shard(hidden)] * 3, block.qkv, bias=block.qkv_bias)
+        self.qk_norms = nn.ModuleList(_qk_norms(block.qk_norm, hidden))
+        self.attn_out = Linear(hidden, hidden, block.out, bias=block.out_bias)
         self.mlp_norm = Join(hidden, [_norm(block.mlp_norm)])
         self.up, self.down = _products(block.mlp, hidden)
+        scaled = zip(block.scales or (), (self.attn_out, self.down), strict=False)
+        self.scales = nn.ModuleList(LayerScale(name, product) for name, product in scaled)
 
     def forward(
         self,
@@ -111,11 +116,43 @@ class TowerBlock(nn.Module):
         batch: PictureBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (rows,), residual = self.attn_norm(x, residual)
-        qkv: torch.Tensor = self.qkv(rows).view(len(x), 3, self.num_heads, -1)
+        parts: torch.Tensor = self.qkv(rows).view(len(x), 3, -1)
+        for index, norm in enumerate(self.qk_norms):
+            norm(parts[:, index])
+        qkv = parts.view(len(x), 3, self.num_heads, -1)
         segments = batch.windows if self.is_windowed else batch.pictures
         attended = attend_rotated(qkv, rotation, segments).flatten(1)
         (rows,), residual = self.mlp_norm(self.attn_out(attended), residual)
         return self.down(self.up(rows)), residual
+
+
+class RowNorm(Norm):
+    """An RMS norm of rows [num_tokens, size], in place. Rows may be parts of longer ones."""
+
+    def forward(self, rows: torch.Tensor) -> None:
+        kernels_for(rows.device).rms_norm_rows(rows, self.weight, self.eps)
+
+
+class LayerScale(nn.Module):
+    """Factors of a product's features. The product's weight and bias have them after loading."""
+
+    def __init__(self, name: str, product: Linear) -> None:
+        super().__init__()
+        self.name = name
+        self.factors: nn.Parameter | None = parameter(torch.ones(product.weight.shape[0]))
+        self._scaled = [*product.parameters()]
+
+    def arrange(self) -> None:
+        """Multiply the product's parameters."""
+        assert self.factors is not None, "called once"
+        factors = self.factors.float()
+        for one in self._scaled:
+            one.copy_(one.float() * factors.view(-1, *[1] * (one.dim() - 1)))
+        self.factors, self._scaled = None, []
+
+    def slots(self) -> Slots:
+        assert self.factors is not None, "called before loading"
+        return {self.name: Slot(self.factors)}
 
 
 class PaddedLinear(Linear):
@@ -234,19 +271,45 @@ class SquarePool(nn.Module):
         return pooled
 
 
+class SquareProjection(nn.Module):
+    """Makes one row of a square of patches, by one product."""
+
+    def __init__(self, projection: Projection, tower: Tower) -> None:
+        super().__init__()
+        self.norm = Join(tower.hidden, [_norm(projection.norm)])
+        wide = tower.hidden * tower.merge**2
+        self.product = Linear(wide, tower.out, projection.product, bias=False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [num_squares, out] of x + residual [num_patches, hidden]."""
+        (rows,), _ = self.norm(x, residual)
+        projected: torch.Tensor = self.product(rows.view(-1, self.product.columns.count))
+        return projected
+
+
 class LeadEmbedding(nn.Module):
-    """An embedding in front of patches."""
+    """An embedding next to patches."""
 
     def __init__(self, lead: Lead, hidden: int) -> None:
         super().__init__()
-        self.name, self.weight = lead.name, parameter(torch.empty(hidden))
+        self.name, self.weight = lead.name, parameter(torch.zeros(hidden))
+        self._shape = (*[1] * lead.more_dimensions, hidden)  # in the checkpoint
 
     def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return the rows of patches [num_patches, hidden] with that of leads in their places."""
         return torch.where(places[:, :1] < 0, self.weight, x)
 
     def slots(self) -> Slots:
-        return {self.name: Slot(self.weight)}
+        return {self.name: Slot(self.weight.view(self._shape))}
+
+
+class BareEmbedding(Embedding):
+    """A table that is [1, size, hidden] in the checkpoint, where `name` is all of its name."""
+
+    def slots(self) -> Slots:
+        (slot,) = super().slots().values()
+        assert isinstance(slot, Slot)
+        return {self.name: Slot(slot.target[None])}
 
 
 class TowerModel(WeightModule):
@@ -265,14 +328,13 @@ class TowerModel(WeightModule):
         self.patches = PatchProduct(tower.patches, tower.hidden)
         self.lead = None if tower.lead is None else LeadEmbedding(tower.lead, tower.hidden)
         table = tower.table
-        self.table = None if table is None else Embedding(table.name, table.size, tower.hidden)
+        self.table: Embedding | None = None
+        if table is not None:
+            kind = BareEmbedding if table.is_bare else Embedding
+            self.table = kind(table.name, table.size, tower.hidden)
         self.norm = None if tower.norm is None else Join(tower.hidden, [_norm(tower.norm)])
         self.blocks = nn.ModuleList(TowerBlock(block, tower) for block in tower.blocks)
-        self.merger: SquareMerger | SquarePool
-        if isinstance(tower.merger, Pool):
-            self.merger = SquarePool(tower.merger, tower)
-        else:
-            self.merger = SquareMerger(tower.merger, tower)
+        self.merger = _square_merger(tower.merger, tower)
         self.levels = nn.ModuleList(SquareMerger(merger, tower) for _, merger in tower.levels)
         self._after = {block: nth for nth, (block, _) in enumerate(tower.levels)}
 
@@ -332,6 +394,23 @@ class TowerModel(WeightModule):
         squares = pixels.view(len(order), -1).index_select(0, order)
         x = squares.view(len(pixels), channels, -1).float() * self.factor
         return ((x - self.mean) / self.std).flatten(1).to(self.dtype)
+
+
+def _square_merger(merger: Merger | Pool | Projection, tower: Tower) -> nn.Module:
+    """Return the module that makes one row of a square of patches."""
+    if isinstance(merger, Pool):
+        return SquarePool(merger, tower)
+    if isinstance(merger, Projection):
+        return SquareProjection(merger, tower)
+    return SquareMerger(merger, tower)
+
+
+def _qk_norms(norm: describe.HeadNorm | None, hidden: int) -> list[RowNorm]:
+    """Return the norms of queries and keys; none without a description."""
+    if norm is None:
+        return []
+    assert norm.span == "all", "as all towers"
+    return [RowNorm(name, hidden, norm.eps) for name in (norm.q, norm.k)]
 
 
 def _norm(norm: describe.Norm) -> Norm:

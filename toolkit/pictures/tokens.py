@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from toolkit.errors import CheckpointError
 from toolkit.files import read_json
-from toolkit.pictures.families import Grid, find_family
+from toolkit.pictures.families import Grid, TileTexts, find_family
+from toolkit.pictures.settings import ProcessorSettings
 
 JOINT = "\n\n"
 """Text before and after a picture's frame."""
@@ -34,14 +37,41 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         return self.end, *self.joint
 
 
+class TileTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens around the tiles of a picture: those of the picture's rows, and one of all of it.
+
+    A picture of one tile has that alone."""
+
+    grid: Grid  # rows and columns of a tile's placeholders
+    start: tuple[int, ...] = ()
+    cells: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Tokens before each tile but the last, by row and column of tiles. Empty: none."""
+    last: tuple[int, ...] = ()  # before the last tile
+    alone: tuple[int, ...] = ()  # before the only tile
+    end: tuple[int, ...] = ()
+
+    def ids(self, grid: Grid, placeholder: int) -> list[int]:
+        """Return the tokens of a picture."""
+        rows, columns = grid[0] // self.grid[0], grid[1] // self.grid[1]
+        tile = [placeholder] * (self.grid[0] * self.grid[1])
+        if rows * columns == 1:
+            return [*self.start, *self.alone, *tile, *self.end]
+        found = [*self.start]
+        for row in range(rows):
+            for column in range(columns):
+                found += [*self.cells[row][column], *tile] if self.cells else tile
+        return [*found, *self.last, *tile, *self.end]
+
+
 class PictureTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of pictures: placeholders, and what separates rows of them."""
+    """Tokens of pictures: placeholders, and what separates rows or tiles of them."""
 
     placeholder: int  # stands for a row of a picture's features
     first: int = 0  # placeholders before those of the grid
     row_end: int | None = None  # after each row of the grid
     end: int | None = None  # after the last row, instead
     frame: Frame | None = None
+    tiles: TileTokens | None = None
 
     @property
     def place(self) -> int:
@@ -50,42 +80,101 @@ class PictureTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_rows(self, grid: Grid) -> int:
         """Return the number of placeholders."""
-        return self.first + grid[0] * grid[1]
+        return self.ids(grid).count(self.placeholder)
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens of a picture."""
         rows, columns = grid
+        if self.tiles is not None:
+            return self.tiles.ids(grid, self.placeholder)
         if self.row_end is None or self.end is None:
-            return [self.placeholder] * self.num_rows(grid)
+            return [self.placeholder] * (self.first + rows * columns)
         row = [self.placeholder] * columns
         before = [self.placeholder] * self.first
         return [*before, *[*row, self.row_end] * (rows - 1), *row, self.end]
 
     def runs(self, grid: Grid, start: int) -> tuple[tuple[int, int], ...]:
         """Return (position, number) of the runs of placeholders of a picture from `start` on."""
-        rows, columns = grid
-        if self.row_end is None:
-            return ((start, self.num_rows(grid)),)
-        step = columns + 1
-        others = ((start + self.first + row * step, columns) for row in range(1, rows))
-        return ((start, self.first + columns), *others)
+        is_row = np.array([False, *(one == self.placeholder for one in self.ids(grid)), False])
+        begins, ends = np.flatnonzero(is_row[1:] != is_row[:-1]).reshape(-1, 2).T.tolist()
+        return tuple((start + begin, end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
-def find_tokens(folder: Path, family: str, placeholder: int, first: int) -> PictureTokens:
-    """Return the tokens of a checkpoint's pictures. Raises CheckpointError."""
-    ends = find_family(family).ENDS
-    if not ends:
-        return PictureTokens(placeholder=placeholder, first=first)
-    given = _object(folder / "processor_config.json")
-    texts = [str(given.get(name) or default) for name, default in ends.items()]
+def find_tokens(
+    folder: Path, processor: ProcessorSettings, placeholder: int, first: int
+) -> PictureTokens:
+    """Return the tokens of a checkpoint's pictures. Raises CheckpointError.
+
+    first: placeholders before those of a grid."""
+    family = find_family(processor.family)
+    tokens = PictureTokens(placeholder=placeholder, first=first)
+    if family.ENDS:
+        given = _object(folder / "processor_config.json")
+        texts = [str(given.get(name) or default) for name, default in family.ENDS.items()]
+        row_end, end = _require_tokens(folder, texts)
+        return msgspec.structs.replace(tokens, row_end=row_end, end=end)
+    if family.TILES is None:
+        return tokens
+    grid, most = family.tile_grid(processor), family.largest_grid(processor)
+    tiles = _find_tiles(folder, family.TILES, grid, (most[0] // grid[0], most[1] // grid[1]))
+    return msgspec.structs.replace(tokens, tiles=tiles)
+
+
+def _find_tiles(folder: Path, texts: TileTexts, grid: Grid, most: Grid) -> TileTokens:
+    """Return the tokens around tiles.
+
+    grid: rows and columns of a tile's tokens; most: rows and columns of tiles."""
+    given = _object(folder / "tokenizer_config.json")
+    more = given.get("extra_special_tokens")
+    given |= more if isinstance(more, dict) else {}
+    tokens = {name: str(given.get(name) or default) for name, default in texts.tokens.items()}
+    _require_tokens(folder, [*tokens.values()])
+    mark, encode = next(iter(tokens.values())), _encoder(folder)
+
+    def ids(text: str, **place: int) -> tuple[int, ...]:
+        """Encode text that follows a special token, as it does in prompts."""
+        return tuple(encode(mark + text.format_map({**tokens, **place}))[1:])
+
+    def cell(row: int, column: int) -> tuple[int, ...]:
+        text = texts.row_end + texts.cell if row and not column else texts.cell
+        return ids(text, row=row + 1, column=column + 1)
+
+    rows = range(most[0]) if texts.row_end or texts.cell else ()
+    return TileTokens(
+        grid=grid,
+        start=ids(texts.start),
+        cells=tuple(tuple(cell(row, column) for column in range(most[1])) for row in rows),
+        last=ids(texts.last),
+        alone=ids(texts.alone),
+        end=ids(texts.end),
+    )
+
+
+def _encoder(folder: Path) -> Callable[[str], list[int]]:
+    """Return a function that encodes text, without tokens at its beginning or end."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises no other type
+        raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read: {error}.") from None
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    return encode
+
+
+def _require_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
+    """Return the ids of added tokens. Raises CheckpointError if one is missing."""
     known = _added_tokens(folder)
     if missing := [text for text in texts if text not in known]:
         raise CheckpointError(
             f"{folder}: the tokenizer has no token {' and '.join(map(repr, missing))}, which "
             "prompts with pictures need."
         )
-    row_end, end = (known[text] for text in texts)
-    return PictureTokens(placeholder=placeholder, first=first, row_end=row_end, end=end)
+    return [known[text] for text in texts]
 
 
 def find_frame(folder: Path, marks: tuple[int, int], count: int) -> Frame:

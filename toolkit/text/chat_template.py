@@ -14,6 +14,8 @@ from toolkit.text.template_sandbox import compile_template, run
 
 _END_MARKER = "END_OF_THE_TEXT_TO_CONTINUE "
 """Letters, which no filter escapes, and a space, which is missing if the template strips text."""
+_PROBE = "QUESTION"
+"""Letters, which no filter escapes."""
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Templates read the first; those of gpt-oss read the second."""
 
@@ -102,6 +104,8 @@ def render_template(
     if continue_final_message and add_generation_prompt:
         raise ValueError("continue_final_message and add_generation_prompt exclude each other")
     conversation = [_message(message) for message in messages]
+    if any(isinstance(one.get("content"), str) for one in conversation) and _loses_texts(template):
+        conversation = [_in_parts(message) for message in conversation]
     final = None
     if continue_final_message:
         field = continue_final_message if isinstance(continue_final_message, str) else "content"
@@ -121,6 +125,30 @@ def render_template(
 
 
 _compiled = functools.lru_cache(maxsize=8)(compile_template)
+
+
+@functools.lru_cache(maxsize=8)
+def _loses_texts(template: str) -> bool:
+    """Return True if a template omits content that is text, and writes content that is parts.
+
+    Those of some models that see do, such as SmolVLM's."""
+    if "type" not in template:
+        return False
+    texts = []
+    for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+        variables = {"messages": [{"role": "user", "content": content}], "tools": None}
+        try:
+            texts.append(run(_compiled(template), {**variables, "add_generation_prompt": True}))
+        except Exception:  # expressions raise any type
+            return False
+    return _PROBE not in texts[0] and _PROBE in texts[1]
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def describe(error: Exception) -> str:

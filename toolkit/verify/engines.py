@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,12 +41,17 @@ class Answers:
 
     @property
     def sequences(self) -> list[Question]:
-        """Prompts and answers. Only the last may have a picture."""
-        last = len(self.alone) - 1
-        has_picture = self.info.sight is not None
-        return [
-            Question(one.tokens, has_picture and at == last) for at, one in enumerate(self.alone)
-        ]
+        """Prompts and answers. Only the last may have a picture.
+
+        Its answer ends before a token that would stand for another one."""
+        found = [Question(one.tokens) for one in self.alone]
+        if (sight := self.info.sight) is not None:
+            tokens = list(found.pop().tokens)
+            prompt, rest = tokens[:-NEW_TOKENS], tokens[-NEW_TOKENS:]
+            places = {sight.tokens.place, sight.tokens.placeholder}
+            answer = itertools.takewhile(lambda token: token not in places, rest)
+            found.append(Question([*prompt, *answer], has_picture=True))
+        return found
 
 
 def answer(config: EngineConfig, sizes: Sizes, *, evicts: bool) -> Answers:

@@ -19,6 +19,7 @@ from toolkit.models.config.registry import describe
 from toolkit.models.config.wrapped import text_config
 from toolkit.models.describe import Decoder
 from toolkit.models.fallback.config import FallbackConfig
+from toolkit.pictures.families import find_family
 from toolkit.pictures.processor import processor_class
 from toolkit.verify.compare import Scored
 from toolkit.verify.prompts import Question, picture
@@ -145,7 +146,8 @@ def _picture_inputs(
         folder, **(config.pictures.mm_processor_kwargs or {})
     )
     taken = inspect.signature(model.forward).parameters
-    inputs = dict(processor(images=[picture()], return_tensors="pt"))
+    arguments = find_family(sight.family).OWN_ARGUMENTS
+    inputs = dict(processor(images=[picture()], return_tensors="pt", **arguments))
     is_picture = (torch.tensor([tokens]) == sight.token_id).int()
     inputs |= dict.fromkeys(("mm_token_type_ids", "token_type_ids"), is_picture)
     return {name: value for name, value in inputs.items() if name in taken}

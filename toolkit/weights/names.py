@@ -2,16 +2,17 @@
 
 import re
 
-TOWERS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+TOWERS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
 """Parts of names of a tower's tensors."""
 _TOWER = re.compile(rf"(?:model\.)?(?:{'|'.join(map(re.escape, TOWERS))})")
 _LLAVA_TOWER = re.compile(
-    r"(?:model\.)?(?:(vision_tower\.)(?:vision_model\.)?|(multi_modal_projector\.))"
+    r"(?:model\.)?(?:(vision_tower\.)(?:vision_model\.)?"
+    r"|(multi_modal_projector\.|vision_model\.|connector\.))"
 )
-_NESTED = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+_NESTED = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 _DOT = r"\\?\.(?![*+?{])"  # of a regular expression, that stands for one character
 _NESTED_EXPRESSION = re.compile(
-    rf"(?:model(?:{_DOT}|\.\*))?language_model"
+    rf"(?:model(?:{_DOT}|\.\*))?(?:language_model|text_model)"
     rf"(?:(?P<dot>{_DOT})(?:model{_DOT})?)?(?P<head>lm_head)?"
 )
 

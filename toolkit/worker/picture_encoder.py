@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,7 @@ class PictureEncoder:
     def __init__(self, tower: TowerModel, device: torch.device) -> None:
         self.tower, self.device = tower, device
         self.row_size, self._description = tower.tower.row_size, tower.tower
-        self._no_pixels = bytes(tower.tower.patches.pixels)  # of a lead
+        self._no_pixels = bytes(tower.tower.patches.pixels * tower.tower.merge**2)  # of a lead
         self._sizes = picture_rows(tower.tower.fixed_squares)
         self._graphs: dict[int, _Graph] = {}  # by number of squares
 
@@ -48,7 +47,7 @@ class PictureEncoder:
         data: pixels as uint8. The result is overwritten by the next call."""
         arrays = PictureArrays.of(self._description, grids)
         if self._description.lead is not None:
-            data = [part for one in data for part in (self._no_pixels, one)]
+            data = self._with_leads(data, grids)
         pixels = np.frombuffer(bytearray().join(data), np.uint8).reshape(len(arrays.places), -1)
         size = least(self._sizes, len(arrays.order))
         graph = None if size is None else self._graphs.get(size)
@@ -64,14 +63,22 @@ class PictureEncoder:
         graph.graph.replay()
         return graph.rows[: len(arrays.back)]
 
+    def _with_leads(self, data: Sequence[bytes], grids: Sequence[Grid]) -> list[bytes]:
+        """Return pixels with those of a lead after each tile."""
+        found = []
+        for one, grid in zip(data, grids, strict=True):
+            size = len(one) // len(self._description.tiles(grid))
+            for first in range(0, len(one), size):
+                found += [one[first : first + size], self._no_pixels]
+        return found
+
     def num_rows(self, grid: Grid) -> int:
         """Return the number of a picture's rows."""
         return self._description.num_rows(grid)
 
     def rehearse(self, num_rows: int) -> None:
         """Compute a picture of about this many rows, kernel by kernel."""
-        rows = math.isqrt(num_rows)
-        grid = rows, num_rows // rows
+        grid = self._description.grid_of(num_rows)
         size = self._description.num_patches(grid) * self._description.patches.pixels
         graphs, self._graphs = self._graphs, {}
         self.encode([bytes(size)], [grid])

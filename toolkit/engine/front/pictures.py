@@ -245,9 +245,13 @@ class Pictures:
             return False
         if num_rows != len(pictures):
             return True
-        # Each picture has one placeholder, and perhaps an end.
+        # Each picture has one placeholder, and perhaps other tokens around it.
+        firsts = (
+            at - own.index(self._tokens.placeholder) for at, own in zip(places, ids, strict=True)
+        )
         return all(
-            list(token_ids[at : at + len(own)]) == own for at, own in zip(places, ids, strict=True)
+            first >= 0 and list(token_ids[first : first + len(own)]) == own
+            for first, own in zip(firsts, ids, strict=True)
         )
 
     def _features_of(
@@ -256,9 +260,10 @@ class Pictures:
         """Return the features of a prompt with all tokens of pictures."""
         features, end = [], 0
         for picture, own in zip(pictures, ids, strict=True):
-            at = token_ids.index(self._tokens.placeholder, end)
-            end = at + len(own)
-            if list(token_ids[at:end]) != own:
+            placeholder = self._tokens.placeholder
+            at = token_ids.index(placeholder, end) - own.index(placeholder)
+            end, after = at + len(own), end
+            if at < after or list(token_ids[at:end]) != own:
                 raise InvalidRequestError(
                     f"A picture takes {len(own)} tokens in {picture.grid[0]} rows, and the "
                     f"prompt has others there.",

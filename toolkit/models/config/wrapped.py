@@ -1,7 +1,8 @@
 """Checkpoints of models that also see: their text decoders alone. Imports no torch.
 
 Such a config.json has the decoder's fields in `text_config`, or next to those of the tower; the
-decoder's tensors have `language_model.` in their names, and the tower's other beginnings."""
+decoder's tensors have `language_model.` or `text_model.` in their names, and the tower's other
+beginnings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from toolkit.weights.names import text_pattern
 
 _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text", None: "gemma3_text"},
+    "idefics3": {"llama": "llama", None: "llama"},
+    "internvl": {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", None: "qwen2"},
     "llava": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", None: "llama"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", None: "mistral"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2", None: "qwen2"},
@@ -19,13 +22,16 @@ _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text", None: "qwen3_5_moe_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3", None: "qwen3"},
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_vl_moe_text", None: "qwen3_vl_moe_text"},
+    "smolvlm": {"llama": "llama", None: "llama"},
 }
 """By the `model_type` of config.json and of its text_config: the decoder's. None: without one."""
 _TIED_BY_EITHER = ("llava",)
 """Models whose head is tied if config.json or its text_config says so."""
 WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", *QUANTIZATION_FIELDS)
 """Fields of config.json that hold for the decoder, too, and come before its own."""
-_OF_TOWER = ("text_config", "vision_config")
+_OF_TOWER = ("text_config", "vision_config", "perceiver_config", "pixel_shuffle_factor")
+"""Fields next to a decoder's. SmolVLM has the last two in its text_config: earlier versions' tower.
+"""
 _AXES = ("mrope_section", "mrope_interleaved")
 """Parts of a rotation by three axes, which are equal for text."""
 

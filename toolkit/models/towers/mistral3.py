@@ -66,7 +66,7 @@ def describe(config: Config, seeing: Seeing) -> Tower:
         )
         mlp = MLP(config.intermediate_size, config.hidden_act, up, down, gate)
         before = norm(f"{name}.attention_norm"), norm(f"{name}.ffn_norm")
-        return Block(before[0], (q, k, v), out, before[1], mlp, bias=False)
+        return Block(before[0], (q, k, v), out, before[1], mlp, qkv_bias=False, out_bias=False)
 
     taps = seeing.taps(config.num_hidden_layers)
     if len(taps) > 1:

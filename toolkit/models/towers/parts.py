@@ -1,7 +1,8 @@
 """Descriptions of towers: encoders of pictures next to a decoder. Imports no torch.
 
-A picture is a grid of patches. Squares of `merge` x `merge` patches become one row, which stands
-for one token of the decoder. A tower orders patches by these squares, row by row."""
+A picture is a grid of patches, or several: tiles of one size. Squares of `merge` x `merge` patches
+become one row, which stands for one token of the decoder. A tower orders patches by these squares,
+row by row, tile by tile."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.models.describe import MLP, Norm, Table
+from toolkit.models.describe import MLP, HeadNorm, Norm, Table
 from toolkit.weights.activation import activation_kind
 from toolkit.weights.source import Source, consecutive
 
@@ -54,7 +55,12 @@ class Block:
     mlp_norm: Norm
     mlp: MLP
     is_windowed: bool = False
-    bias: bool = True  # of queries, keys, values and the output
+    qkv_bias: bool = True
+    out_bias: bool = True
+    qk_norm: HeadNorm | None = None  # spans all heads
+    scales: tuple[str, str] | None = None
+    """Names of factors of each feature (LayerScale, arXiv:2103.17239): of the output of attention,
+    and of the MLP's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,14 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """product(squares of patches, each after a norm)."""
+
+    norm: Norm
+    product: Source  # without a bias
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """A rotation of a head's pairs (i, i + half): the first half by row, the others by column."""
 
@@ -97,10 +111,11 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """An embedding in front of a picture's patches: CLIP's class token (arXiv:2103.00020)."""
+    """An embedding next to a picture's patches: CLIP's class token (arXiv:2103.00020)."""
 
     name: str  # of the tensor
     is_kept: bool = False  # the decoder reads its row, before the others
+    more_dimensions: int = 0  # of size 1, before the embedding's
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +127,16 @@ class Tower:
     out: int  # size of a row for the decoder
     patches: Patches
     blocks: Sequence[Block]
-    merger: Merger | Pool
+    merger: Merger | Pool | Projection
     merge: int = 2  # patches of a square's side
     lead: Lead | None = None
     table: Table | None = None
     """Learned positions of a square grid, resampled to a picture's. Those before `first` are the
     lead's."""
     has_fixed_size: bool = False  # positions are not resampled
+    is_tiled: bool = False
+    """Larger pictures are tiles of the fixed size, row by row, and then one of the whole picture.
+    The grid of such a picture has the rows and columns of all tiles but the last."""
     norm: Norm | None = None  # before the blocks
     rotation: Rotation | None = None
     taps: tuple[int, ...] = ()
@@ -167,27 +185,43 @@ class Tower:
     def patch_grid(self, grid: Grid) -> Grid:
         return grid[0] * self.merge, grid[1] * self.merge
 
+    def tiles(self, grid: Grid) -> list[Grid]:
+        """Return the grids that are encoded each on its own."""
+        if not self.is_tiled:
+            return [grid]
+        side = self.side // self.merge
+        count = (grid[0] // side) * (grid[1] // side)
+        return [(side, side)] * (count + (count > 1))
+
     def num_rows(self, grid: Grid) -> int:
         """Return the number of a picture's rows for the decoder."""
-        return self.num_first_rows + grid[0] * grid[1]
+        return sum(self.num_first_rows + rows * columns for rows, columns in self.tiles(grid))
 
     def num_patches(self, grid: Grid) -> int:
-        rows, columns = self.patch_grid(grid)
-        return rows * columns
+        return sum(rows * columns * self.merge**2 for rows, columns in self.tiles(grid))
+
+    def grid_of(self, num_rows: int) -> Grid:
+        """Return the grid of a picture with about this many rows."""
+        if not self.is_tiled:
+            rows = math.isqrt(num_rows)
+            return rows, num_rows // rows
+        side = self.side // self.merge
+        return side * max(1, num_rows // side**2 - 1), side
 
 
 @dataclass(frozen=True, slots=True)
 class PictureArrays:
     """Places of the patches of pictures, in the order in which the blocks have them.
 
-    A lead is a patch, and a square of its own."""
+    A lead has a square after those of its picture, and is the first patch of it. The square's other
+    patches see each other alone, and are not read."""
 
-    places: Array  # [num_patches, 2] int32, row and column; -1: of a lead
+    places: Array  # [num_patches, 2] int32, row and column; -1: in the square of a lead
     order: Array  # [num_squares] int32, packed squares; those of a window are together
     back: Array  # [num_rows] int32, square of each row for the decoder
     entries: Array | None  # [num_patches, 4] int32, of learned positions
     weights: Array | None  # [num_patches, 4] fp32
-    pictures: Array  # numbers of patches
+    pictures: Array  # numbers of patches that see each other
     windows: Array  # numbers of patches, one window after the other
 
     @classmethod
@@ -195,7 +229,7 @@ class PictureArrays:
         """Return the arrays of pictures that are encoded together."""
         first = 0 if tower.table is None else tower.table.first
         rules = tower.merge, tower.window, tower.side, first, tower.lead
-        found = [_arrays_of_one(grid, *rules) for grid in grids]
+        found = [_arrays_of_one(tile, *rules) for grid in grids for tile in tower.tiles(grid)]
         if len(found) == 1:
             return found[0]
         firsts = np.cumsum([0, *(len(one.order) for one in found)])
@@ -241,25 +275,28 @@ def _arrays_of_one(
     back = np.argsort(order).astype(np.int32)
     pictures = np.array([len(places)])
     arrays = PictureArrays(places, order, back, entries, weights, pictures, windows)
-    return arrays if lead is None else _led(arrays, lead)
+    return arrays if lead is None else _led(arrays, lead, merge**2)
 
 
-def _led(arrays: PictureArrays, lead: Lead) -> PictureArrays:
-    """Return the arrays of a picture with a lead. It has the first position, if there are any."""
+def _led(arrays: PictureArrays, lead: Lead, square: int) -> PictureArrays:
+    """Return the arrays of a picture with a lead. It has the first position, if there are any.
+
+    square: patches of a square."""
+    num_squares, more = len(arrays.order), ((0, square), (0, 0))
     entries = weights = None
     if arrays.entries is not None and arrays.weights is not None:
-        entries = np.pad(arrays.entries, ((1, 0), (0, 0)))
-        weights = np.pad(arrays.weights, ((1, 0), (0, 0)))
-        weights[0, 0] = 1
-    back = arrays.back + np.int32(1)
+        entries, weights = np.pad(arrays.entries, more), np.pad(arrays.weights, more)
+        weights[-square, 0] = 1
+    lead_square = np.array([num_squares], np.int32)
+    segments = np.array([num_squares * square + 1] + [square - 1] * (square > 1))
     return PictureArrays(
-        np.pad(arrays.places, ((1, 0), (0, 0)), constant_values=-1),
-        np.pad(arrays.order + np.int32(1), (1, 0)),
-        np.pad(back, (1, 0)) if lead.is_kept else back,
+        np.pad(arrays.places, more, constant_values=-1),
+        np.concatenate((arrays.order, lead_square)),
+        np.concatenate((lead_square, arrays.back)) if lead.is_kept else arrays.back,
         entries,
         weights,
-        arrays.pictures + 1,
-        arrays.windows + 1,
+        segments,
+        segments,
     )
 
 

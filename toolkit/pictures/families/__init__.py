@@ -4,25 +4,30 @@ A module has these names, and imports nothing but NumPy:
 - PROCESSORS: class name without suffix, and the Transformers module of its Pillow-backed class.
 - DEFAULTS: for each class, fields that preprocessor_config.json may lack, but are needed here.
 - OPTIONS: fields that are read; others in the file are ignored, others from the user an error.
-- ARGUMENTS: options of the call.
+- OWN_ARGUMENTS: options with which Transformers' processor of the model calls the image processor.
+- ARGUMENTS: options of our call.
 - ENDS: names in processor_config.json of the tokens after a row of a picture's tokens and after the
   last row, and their defaults. Empty: there are none.
+- TILES: text around the tiles of a picture; None: pictures are not split.
 - modernize(fields): replaces names of older Transformers. Raises ValueError.
 - fit(patch_size, merge): fields that follow from the tower.
 - pads(fields): True if values are added after normalization. Then the processor's floats travel.
 - problem(settings): why the tower cannot use the settings, or an empty string.
 - refusal(settings, width, height): problem of a picture that the processor cannot take, or an empty
   string.
-- token_grid(settings, width, height): rows and columns of the tokens of any other picture.
+- token_grid(settings, width, height): rows and columns of the tokens of any other picture. A grid
+  of several tiles is followed by a tile of the whole picture.
 - largest_grid(settings): rows and columns of most tokens.
+- tile_grid(settings): rows and columns of most tokens that the tower encodes together.
 - pack(settings, outputs): (grid, array) that travels, from the processor's outputs.
 
-Settings and pictures of `problem`, `token_grid` and `largest_grid` have passed those before."""
+Settings and pictures of the functions after `problem` have passed those before."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -54,6 +59,21 @@ HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 INTEGERS: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
 
 
+@dataclass(frozen=True, slots=True)
+class TileTexts:
+    """Text around the tiles of a picture, as Transformers' processor of the model writes it.
+
+    Names of `tokens` in braces stand for them, {row} and {column} count tiles from 1."""
+
+    tokens: Mapping[str, str]  # names in tokenizer_config.json, and their defaults
+    start: str = ""  # before all tiles
+    cell: str = ""  # before each tile but the last
+    row_end: str = ""  # after each row of tiles but the last one
+    last: str = ""  # before the last tile, of the whole picture
+    alone: str = ""  # before the only tile
+    end: str = ""  # after all tiles
+
+
 class Settings(Protocol):
     """Part of `settings.ProcessorSettings` that families read."""
 
@@ -69,8 +89,10 @@ class Family(Protocol):
     PROCESSORS: dict[str, str]
     DEFAULTS: dict[str, dict[str, Any]]
     OPTIONS: frozenset[str]
+    OWN_ARGUMENTS: dict[str, Any]
     ARGUMENTS: dict[str, Any]
     ENDS: dict[str, str]
+    TILES: TileTexts | None
 
     def modernize(self, fields: dict[str, Any]) -> dict[str, Any]: ...
     def fit(self, patch_size: int, merge: int) -> dict[str, Any]: ...
@@ -79,6 +101,7 @@ class Family(Protocol):
     def refusal(self, settings: Settings, width: int, height: int) -> str: ...
     def token_grid(self, settings: Settings, width: int, height: int) -> Grid: ...
     def largest_grid(self, settings: Settings) -> Grid: ...
+    def tile_grid(self, settings: Settings) -> Grid: ...
     def pack(
         self, settings: Settings, outputs: Mapping[str, np.ndarray]
     ) -> tuple[tuple[int, ...], np.ndarray]: ...

@@ -27,8 +27,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     }
 }
 OPTIONS = COMMON_OPTIONS
+OWN_ARGUMENTS: dict[str, Any] = {}
 ARGUMENTS = INTEGERS
 ENDS: dict[str, str] = {}
+TILES = None
 
 
 def modernize(fields: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +74,9 @@ def largest_grid(settings: Settings) -> Grid:
     sides, side = _sides(settings), settings.patch_size * settings.merge
     assert sides is not None, "`problem` was asked"
     return sides[0] // side, sides[1] // side
+
+
+tile_grid = largest_grid
 
 
 def _sides(settings: Settings) -> tuple[int, int] | None:

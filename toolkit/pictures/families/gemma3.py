@@ -8,12 +8,14 @@ from typing import Any
 from toolkit.pictures.families import COMMON_OPTIONS, HALF, INTEGERS
 from toolkit.pictures.families.clip import (
     ENDS,
+    TILES,
     fit,
     largest_grid,
     modernize,
     pack,
     problem,
     refusal,
+    tile_grid,
     token_grid,
 )
 
@@ -22,7 +24,9 @@ __all__ = [
     "DEFAULTS",
     "ENDS",
     "OPTIONS",
+    "OWN_ARGUMENTS",
     "PROCESSORS",
+    "TILES",
     "fit",
     "largest_grid",
     "modernize",
@@ -30,6 +34,7 @@ __all__ = [
     "pads",
     "problem",
     "refusal",
+    "tile_grid",
     "token_grid",
 ]
 
@@ -38,6 +43,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma3ImageProcessor": HALF | {"size": {"height": 224, "width": 224}}
 }
 OPTIONS = COMMON_OPTIONS
+OWN_ARGUMENTS: dict[str, Any] = {}
 ARGUMENTS = INTEGERS | {"do_pan_and_scan": False}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.pictures.families import CLIP, COMMON_OPTIONS, INTEGERS, Grid, Settings
-from toolkit.pictures.families.clip import pack
+from toolkit.pictures.families.clip import TILES, pack
 
 __all__ = [
     "ARGUMENTS",
@@ -14,6 +14,7 @@ __all__ = [
     "ENDS",
     "OPTIONS",
     "PROCESSORS",
+    "TILES",
     "fit",
     "largest_grid",
     "modernize",
@@ -21,6 +22,7 @@ __all__ = [
     "pads",
     "problem",
     "refusal",
+    "tile_grid",
     "token_grid",
 ]
 
@@ -29,6 +31,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "PixtralImageProcessor": CLIP | {"size": {"longest_edge": 1024}}
 }
 OPTIONS = COMMON_OPTIONS
+OWN_ARGUMENTS: dict[str, Any] = {}
 ARGUMENTS = INTEGERS
 ENDS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 
@@ -81,6 +84,9 @@ def largest_grid(settings: Settings) -> Grid:
     most, side = _most(settings), settings.patch_size * settings.merge
     assert most is not None, "`problem` was asked"
     return -(-most[0] // side), -(-most[1] // side)
+
+
+tile_grid = largest_grid
 
 
 def _most(settings: Settings) -> tuple[int, int] | None:

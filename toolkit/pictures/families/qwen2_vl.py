@@ -27,8 +27,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 OPTIONS = COMMON_OPTIONS | {"max_pixels", "merge_size", "min_pixels", "patch_size"}
 OPTIONS |= {"temporal_patch_size"}
+OWN_ARGUMENTS: dict[str, Any] = {}
 ARGUMENTS = INTEGERS | {"temporal_patch_size": 1}
 ENDS: dict[str, str] = {}
+TILES = None
 MAX_RATIO = 200  # of the sides, in Transformers
 
 
@@ -103,6 +105,9 @@ def largest_grid(settings: Settings) -> Grid:
     side, fewest, most = _limits(settings)
     rows = max(1, math.isqrt(max(fewest, most) // side**2))
     return rows, max(1, max(fewest, most) // side**2 // rows)
+
+
+tile_grid = largest_grid
 
 
 def _limits(settings: Settings) -> tuple[int, int, int]:

@@ -56,14 +56,14 @@ class TowerPlan:
         if found is None:
             return None
         sight, tokens, processor = found
-        grid = find_family(sight.family).largest_grid(processor)
-        side = sight.tower.side
-        if sight.tower.has_fixed_size and sight.tower.patch_grid(grid) != (side, side):
+        family, side = find_family(sight.family), sight.tower.side
+        rows, columns = sight.tower.patch_grid(family.tile_grid(processor))
+        if sight.tower.has_fixed_size and (rows, columns) != (side, side):
             raise CheckpointError(
-                f"{setup.folder}: the image processor's pictures have {grid[0]} x {grid[1]} "
-                f"patches, and the tower takes {side} x {side}."
+                f"{setup.folder}: the image processor's pictures have {rows} x {columns} patches, "
+                f"and the tower takes {side} x {side}."
             )
-        most = min(tokens.num_rows(grid), setup.max_model_len)
+        most = min(tokens.num_rows(family.largest_grid(processor)), setup.max_model_len)
         wanted = int(given.mm_cache_gib * 2**30)
         page_bytes = ROWS_PER_PAGE * sight.tower.row_size * setup.dtype.itemsize
         num_pages = max(-(-most // ROWS_PER_PAGE), wanted // page_bytes)
@@ -149,7 +149,7 @@ def read_pictures(
     )
     if problem := find_family(sight.family).problem(processor):
         raise CheckpointError(f"{folder}: the image processor's settings: {problem}.")
-    tokens = find_tokens(folder, sight.family, sight.token_id, tower.num_first_rows)
+    tokens = find_tokens(folder, processor, sight.token_id, tower.num_first_rows)
     if sight.marks is not None:
         count = tokens.num_rows(find_family(sight.family).largest_grid(processor))
         tokens = msgspec.structs.replace(tokens, frame=find_frame(folder, sight.marks, count))
