@@ -22,7 +22,7 @@ class _Layer(ctypes.Structure):
         *((name, SIZE) for name in ("q_stride", "k_stride", "norm_is_bf16")),
         *((name, SIZE) for name in ("is_centered", "norm_is_last")),
         *((name, SIZE) for name in ("num_heads", "num_kv_heads", "head_size", "block_size")),
-        *((name, SIZE) for name in ("sliding_window", "is_bf16")),
+        *((name, SIZE) for name in ("sliding_window", "is_bf16", "row_size")),
         *((name, FLOAT) for name in ("scale", "soft_cap", "eps", "clip")),
     ]
 
@@ -144,7 +144,7 @@ class Layer:
             bool(weights) and weights[0].dtype == torch.bfloat16,
             *((norm.is_centered, norm.is_last) if norm is not None else (False, False)),
             *(num_heads, num_kv_heads, head_size, block_size, sliding_window),
-            self.dtype == torch.bfloat16,
+            *(self.dtype == torch.bfloat16, self.width),
             *(scale, soft_cap, norm.eps if norm is not None else 0.0, clip),
         )
         self._address = ctypes.addressof(self._layer)
@@ -158,16 +158,18 @@ class Layer:
     ) -> torch.Tensor:
         """Compute `reference.qk_norm_rope_write`. qkv: `[num_tokens, width]`, changed in place.
 
-        Returns the queries `[num_tokens, num_heads, head_size]`, a view of `qkv`."""
+        Rows may be apart, always by as much. Returns the queries `[num_tokens, num_heads,
+        head_size]`, a view of `qkv`."""
         if (
             qkv.shape != (step.num_tokens, self.width)
             or qkv.dtype != self.dtype
-            or not qkv.is_contiguous()
+            or qkv.stride(1) != 1
         ):
             raise ValueError(
-                f"q | k | v must be [{step.num_tokens}, {self.width}] in {self.dtype}, contiguous, "
-                f"not {list(qkv.shape)} in {qkv.dtype}"
+                f"q | k | v must be [{step.num_tokens}, {self.width}] in {self.dtype}, each row "
+                f"contiguous, not {list(qkv.shape)} in {qkv.dtype}"
             )
+        self._layer.row_size = row_size = qkv.stride(0)
         half = 0 if cos_sin is None else cos_sin.shape[2]
         for angles in (cos_sin, q_cos_sin):
             if angles is not None and (
@@ -184,7 +186,7 @@ class Layer:
         queries = keys if q_cos_sin is None else q_cos_sin.data_ptr()
         _write.run(self._address, step.address, qkv.data_ptr(), queries, keys, half)
         return qkv.as_strided(
-            (step.num_tokens, self.num_heads, self.head_size), (self.width, self.head_size, 1)
+            (step.num_tokens, self.num_heads, self.head_size), (row_size, self.head_size, 1)
         )
 
     def attend(self, q: torch.Tensor, step: AttentionStep) -> torch.Tensor:

@@ -82,7 +82,7 @@ template <class T>
 void write(const AttentionLayer& layer, const AttentionStep& step, T* qkv, const T* q_angles,
            const T* k_angles, int64_t half) {
   const int64_t size = layer.head_size, width = layer.num_kv_heads * size;
-  const int64_t row = layer.num_heads * size + 2 * width;
+  const int64_t row = layer.row_size;
   const int64_t task_tokens = kPart / row + 1;
   parallel((step.num_tokens + task_tokens - 1) / task_tokens, [&](int64_t part) {
     const int64_t end = (part + 1) * task_tokens;
@@ -105,7 +105,8 @@ void write(const AttentionLayer& layer, const AttentionStep& step, T* qkv, const
 }  // namespace
 }  // namespace tk::TK_VARIANT
 
-// qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size]. Queries are changed in place.
+// qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size], rows `row_size` apart. Queries are
+// changed in place.
 // q_angles, k_angles: cosines and sines of the tokens, [num_tokens, 2, half]; null: no rotation.
 TK_KERNEL(tk_write)(const AttentionLayer* layer, const AttentionStep* step, void* qkv,
                     const void* q_angles, const void* k_angles, int64_t half) {

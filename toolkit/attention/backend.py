@@ -33,6 +33,7 @@ class StateRows:
     writes: torch.Tensor  # slot of the state after it
     keeps: torch.Tensor  # slot of a snapshot; negative: none
     after: torch.Tensor  # number of the request's tokens in this step that the snapshot has
+    spare: int  # slot of no request
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -145,6 +146,7 @@ class AttentionBackend(abc.ABC):
     is_capturable: ClassVar[bool] = False
     """True if its CUDA graphs can be replayed with other lengths."""
     supports_fp8: ClassVar[bool] = True  # for the caches
+    takes_slices: ClassVar[bool] = False  # of wider rows, as queries, keys and values
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -39,6 +39,7 @@ class _Plan:
 
 class CPUBackend(AttentionBackend):
     name = "cpu"
+    takes_slices = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -60,7 +61,7 @@ class CPUBackend(AttentionBackend):
         if kernels is not None:
             return kernels.write(qkv, _step(batch), arguments["cos_sin"], arguments["q_cos_sin"])
         return reference.qk_norm_rope_write(
-            qkv,
+            qkv.contiguous(),
             batch.slot_mapping,
             layer.k_cache,
             layer.v_cache,

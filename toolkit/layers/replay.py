@@ -77,11 +77,17 @@ class Replay:
         )
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:
-        own_x, has_states = x.clone(), batch.states is not None
+        own_x = x.clone()
         positions, slot_mapping, seq_lens, rows, *others = (
             tensor.clone() for tensor in _inputs(batch)
         )
-        states = StateRows(*(others.pop(0) for _ in range(4))) if has_states else None
+        states = None
+        if batch.states is not None:
+            # The recorded calls run now, and again: no request's state may change twice.
+            reads, writes, keeps, after = (others.pop(0) for _ in range(4))
+            spare = batch.states.spare
+            states = StateRows(reads.fill_(spare), writes.fill_(spare), keeps, after, spare)
+            keeps.fill_(-1)
         own = AttentionBatch(
             positions=positions,
             slot_mapping=slot_mapping,

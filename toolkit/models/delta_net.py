@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from toolkit.attention import AttentionBatch
 from toolkit.distributed import current_group, even_shard, full_shard
+from toolkit.kernels import cpu
+from toolkit.kernels.cpu import recurrent
 from toolkit.kernels.recurrent import Sequences, gated_delta_rule, gated_norm, short_convolution
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models import describe
@@ -40,12 +42,23 @@ def sequences_of(batch: AttentionBatch) -> Sequences:
     return found
 
 
+def _recurrent_step(batch: AttentionBatch) -> recurrent.RecurrentStep:
+    if "recurrent" not in batch.plan:
+        assert batch.states is not None
+        batch.plan["recurrent"] = recurrent.RecurrentStep(
+            batch.query_start_loc, batch.seq_lens, *batch.states.tensors
+        )
+    found: recurrent.RecurrentStep = batch.plan["recurrent"]
+    return found
+
+
 class DeltaNetMix(Mix, Keeper):
     """A gated delta net. Its queries, keys, values, gates and rates are one product."""
 
     input: MergedLinear
     output: Linear
     attends = may_synchronize = True
+    _kernels: recurrent.DeltaNet | None  # of a CPU
 
     def __init__(self, net: describe.DeltaNet, hidden: int, _: object) -> None:
         super().__init__()
@@ -69,6 +82,8 @@ class DeltaNetMix(Mix, Keeper):
             parameter(torch.zeros(v_heads.count, dtype=torch.float32)) for _ in range(2)
         )
         self._v_heads = v_heads
+        self.windows: torch.Tensor | None = None
+        self._is_loaded, self._kernels = False, None
 
     def bind(self, *tensors: torch.Tensor) -> None:
         """`tensors`: windows and states, [num_slots, heads, size] each."""
@@ -76,13 +91,31 @@ class DeltaNetMix(Mix, Keeper):
         net, slots = self.net, len(windows)
         self.windows = windows.view(slots, net.width - 1, -1)
         self.states = states.view(slots, self.num_v_heads, net.k_size, net.v_size)
+        self._prepare()
+
+    def pack(self) -> None:
+        """Prepare the CPU kernels, if there are any. Called once, after loading."""
+        self._is_loaded = True
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make the kernels of a CPU once weights and states are there."""
+        fits = cpu.available() and not self.kernel.is_cuda
+        if fits and self._is_loaded and self.windows is not None:
+            weights = self.kernel, self.a_log, self.dt_bias, self.norm_weight
+            places = self.windows, self.states, self.num_k_heads
+            if self.windows.dtype in recurrent.DTYPES:
+                self._kernels = recurrent.DeltaNet(*weights, self.net.eps, *places)
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, v_heads · v_size]."""
-        net, sequences = self.net, sequences_of(batch)
         y: torch.Tensor = self.input(x)
+        if self._kernels is not None:
+            return self._kernels(y, _recurrent_step(batch))
+        net, sequences = self.net, sequences_of(batch)
         widths = [sum(self._widths[:3]), *self._widths[3:]]
         qkv, z, b, a = torch.split(y, widths, dim=1)
+        assert self.windows is not None
         qkv = short_convolution(qkv, self.kernel, self.windows, sequences)
         q, k, v = torch.split(qkv, self._widths[:3], dim=1)
         decay = -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)

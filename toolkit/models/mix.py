@@ -13,6 +13,7 @@ from toolkit.attention import AttentionBatch, AttentionShape, HeadNorm, HeadTran
 from toolkit.distributed import Shard, current_group, even_shard, expert_shards, kv_head_shard
 from toolkit.errors import CheckpointError
 from toolkit.kernels import cpu
+from toolkit.kernels.cpu import recurrent
 from toolkit.kernels.cpu.norm import DTYPES, RowNorm
 from toolkit.kernels.reference import Routing
 from toolkit.kernels.table import TritonKernels, kernels_for
@@ -111,13 +112,21 @@ class AttentionMix(Mix):
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, heads · head_size]."""
-        qkv, gate = self.input(x), None
+        qkv: torch.Tensor = self.input(x)
+        gate: torch.Tensor | None = None
         if self._is_gated:
-            qkv, gate = qkv[:, : self._qkv_size].contiguous(), qkv[:, self._qkv_size :]
+            qkv, gate = qkv[:, : self._qkv_size], qkv[:, self._qkv_size :]
+            if not self.attn.backend.takes_slices:
+                qkv = qkv.contiguous()
         if self.norm is not None:
             self.norm(qkv)
         out: torch.Tensor = self.attn(qkv, batch)
-        return out if gate is None else out * gate.sigmoid()
+        if gate is None:
+            return out
+        if not out.is_cuda and cpu.available() and out.dtype in recurrent.DTYPES:
+            recurrent.gate_rows(out, gate)
+            return out
+        return out * gate.sigmoid()
 
     @property
     def kind(self) -> tuple[object, ...]:

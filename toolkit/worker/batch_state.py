@@ -341,12 +341,18 @@ class BatchState:
             max_seq_len=shape.max_seq_len,
             rope_positions=rope_positions,
             live=out[2],
-            states=StateRows(*(one[:n] for one in self._states)) if self._states else None,
+            states=self._state_rows(n),
             is_adapted=shape.is_adapted,
             verifies=shape.verifies,
             order=self._order[:n],
         )
         return out[0], batch
+
+    def _state_rows(self, count: int) -> StateRows | None:
+        if not self._states:
+            return None
+        reads, writes, keeps, after = (one[:count] for one in self._states)
+        return StateRows(reads, writes, keeps, after, self._num_state_slots)
 
     # ---- for a drafter, after the step
 

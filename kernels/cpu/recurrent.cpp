@@ -1,0 +1,254 @@
+// Layers with a state for each request: gated delta nets.
+#include <cmath>
+
+#include "simd.h"
+#include "threads.h"
+
+namespace tk::TK_VARIANT {
+namespace {
+
+constexpr int kColumns = 4;  // vectors of a state's columns that are updated together
+
+// Mirror of `_Net` in recurrent.py. Channels are queries, keys and values, head after head.
+struct Net {
+  const float *kernel;          // [width, channels]
+  const float *rate, *time;     // [v_heads]
+  const float *norm;            // [v_size]
+  void* windows;                // [slots, width - 1, channels], in the type of the inputs
+  float* states;                // [slots, v_heads, k_size, v_size]
+  int64_t k_heads, v_heads, k_size, v_size, width, is_bf16;
+  float eps;
+};
+
+// Mirror of `_Step` in recurrent.py: [num_reqs] each, starts one more.
+struct RecurrentStep {
+  const int32_t *starts, *lengths, *reads, *writes, *keeps, *after;
+  int64_t num_reqs;
+};
+
+template <class F>
+[[gnu::always_inline]] inline void for_each_vec(int64_t size, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) f(i, kLanes);
+  if (i < size) f(i, size - i);
+}
+
+template <class T>
+[[gnu::always_inline]] inline Vec load_part(const T* x, int64_t count) {
+  return count == kLanes ? load(x) : load_some(x, count);
+}
+
+template <class T>
+[[gnu::always_inline]] inline void store_part(T* x, Vec v, int64_t count) {
+  if (count == kLanes) {
+    store(x, v);
+  } else {
+    store_some(x, v, count);
+  }
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// Channels of a head of keys that lie together: of its queries, its keys or its values.
+struct Range {
+  int64_t first, count;
+};
+
+// The state's columns from `at` on: decays, replaces what the key stood for, and reads the query.
+// Missing columns of the last vector are computed as zeros.
+template <int vectors>
+[[gnu::always_inline]] inline void update(float* state, int64_t k_size, int64_t v_size, int64_t at,
+                                          const float* q, const float* k, const float* v,
+                                          float decay, float beta, float* out) {
+  const int64_t last = v_size - at - (vectors - 1) * kLanes < kLanes
+                           ? v_size - at - (vectors - 1) * kLanes
+                           : kLanes;
+  const auto count = [&](int i) { return i == vectors - 1 ? last : (int64_t)kLanes; };
+  Vec known[vectors] = {}, read[vectors] = {};
+  for (int64_t row = 0; row < k_size; ++row) {
+    const float* own = state + row * v_size + at;
+    for (int i = 0; i < vectors; ++i) known[i] += k[row] * load_part(own + i * kLanes, count(i));
+  }
+  for (int i = 0; i < vectors; ++i) {
+    known[i] = beta * (load_part(v + at + i * kLanes, count(i)) - decay * known[i]);
+  }
+  for (int64_t row = 0; row < k_size; ++row) {
+    float* own = state + row * v_size + at;
+    for (int i = 0; i < vectors; ++i) {
+      const Vec next = decay * load_part(own + i * kLanes, count(i)) + k[row] * known[i];
+      store_part(own + i * kLanes, next, count(i));
+      read[i] += q[row] * next;
+    }
+  }
+  for (int i = 0; i < vectors; ++i) store_part(out + at + i * kLanes, read[i], count(i));
+}
+
+void update_state(float* state, int64_t k_size, int64_t v_size, const float* q, const float* k,
+                  const float* v, float decay, float beta, float* out) {
+  int64_t at = 0;
+  for (; at + kColumns * kLanes <= v_size; at += kColumns * kLanes) {
+    update<kColumns>(state, k_size, v_size, at, q, k, v, decay, beta, out);
+  }
+  for (; at < v_size; at += kLanes) {
+    update<1>(state, k_size, v_size, at, q, k, v, decay, beta, out);
+  }
+}
+
+// Scales to length 1, and by a factor.
+void make_unit(float* x, int64_t size, float factor) {
+  Vec squares = {};
+  for_each_vec(size, [&](int64_t i, int64_t n) {
+    const Vec part = load_part(x + i, n);
+    squares += part * part;
+  });
+  const float scale = factor / std::sqrt(sum(squares) + 1e-6f);
+  for_each_vec(size,
+               [&](int64_t i, int64_t n) { store_part(x + i, scale * load_part(x + i, n), n); });
+}
+
+// out = norm(x) * silu(gate)
+template <class T>
+void gated_norm(const float* x, const T* gate, const float* weight, float eps, int64_t size,
+                T* out) {
+  Vec squares = {};
+  for_each_vec(size, [&](int64_t i, int64_t n) {
+    const Vec part = load_part(x + i, n);
+    squares += part * part;
+  });
+  const float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps);
+  for_each_vec(size, [&](int64_t i, int64_t n) {
+    const Vec z = load_part(gate + i, n);
+    store_part(out + i, load_part(x + i, n) * factor * load_part(weight + i, n) * z * sigmoid(z),
+               n);
+  });
+}
+
+// One head of keys of one request, with its heads of values: no other task has its channels.
+template <class T>
+void run_head(const Net& net, const RecurrentStep& step, const T* y, T* out, int64_t request,
+              int64_t head) {
+  const int64_t group = net.v_heads / net.k_heads, keys = net.k_heads * net.k_size;
+  const int64_t values = net.v_heads * net.v_size, channels = 2 * keys + values;
+  const int64_t stride = channels + values + 2 * net.v_heads, before = net.width - 1;
+  const int64_t own_values = group * net.v_size, own = 2 * net.k_size + own_values;
+  const Range ranges[] = {{head * net.k_size, net.k_size},
+                          {keys + head * net.k_size, net.k_size},
+                          {2 * keys + head * own_values, own_values}};
+  const int64_t first = step.starts[request], end = step.starts[request + 1];
+  if (first == end) return;
+  const bool is_first = step.lengths[request] <= end - first;
+  const int64_t write = step.writes[request], keep = step.keeps[request];
+  const int64_t matrix = net.k_size * net.v_size, state_size = group * matrix;
+  const auto state_of = [&](int64_t slot) {
+    return net.states + (slot * net.v_heads + head * group) * matrix;
+  };
+  float* const state = state_of(write);
+  if (is_first) {
+    std::memset(state, 0, state_size * sizeof(float));
+  } else if (step.reads[request] != write) {
+    std::memcpy(state, state_of(step.reads[request]), state_size * sizeof(float));
+  }
+  float* const window = static_cast<float*>(scratch((before + 1) * own * sizeof(float) +
+                                                    net.v_size * sizeof(float)));
+  float* const mixed = window + before * own;  // queries, keys and values of a token
+  float* const read = mixed + own;
+  T* const windows = static_cast<T*>(net.windows);
+  const auto each = [&](auto&& f) {
+    int64_t at = 0;
+    for (const Range& range : ranges) {
+      for_each_vec(range.count, [&](int64_t i, int64_t n) { f(at + i, range.first + i, n); });
+      at += range.count;
+    }
+  };
+  for (int64_t row = 0; row < before; ++row) {
+    const T* old = windows + (step.reads[request] * before + row) * channels;
+    each([&](int64_t at, int64_t channel, int64_t n) {
+      const Vec part = is_first ? Vec{} : load_part(old + channel, n);
+      store_part(window + row * own + at, part, n);
+    });
+  }
+  // The window is a ring: row (token + i) % before is the i-th oldest.
+  const auto save = [&](int64_t slot, int64_t token) {
+    for (int64_t row = 0; row < before; ++row) {
+      T* target = windows + (slot * before + row) * channels;
+      const float* source = window + (token + row) % before * own;
+      each([&](int64_t at, int64_t channel, int64_t n) {
+        store_part(target + channel, load_part(source + at, n), n);
+      });
+    }
+  };
+  const float scale = 1.0f / std::sqrt(static_cast<float>(net.k_size));
+  for (int64_t token = 0; token < end - first; ++token) {
+    const T* row = y + (first + token) * stride;
+    float* const oldest = window + token % before * own;
+    each([&](int64_t at, int64_t channel, int64_t n) {
+      const Vec x = load_part(row + channel, n);
+      Vec total = x * load_part(net.kernel + before * channels + channel, n);
+      for (int64_t i = 0; i < before; ++i) {
+        total += load_part(window + (token + i) % before * own + at, n) *
+                 load_part(net.kernel + i * channels + channel, n);
+      }
+      store_part(oldest + at, x, n);
+      store_part(mixed + at, total * sigmoid(total), n);
+    });
+    make_unit(mixed, net.k_size, scale);
+    make_unit(mixed + net.k_size, net.k_size, 1.0f);
+    for (int64_t i = 0; i < group; ++i) {
+      const int64_t v_head = head * group + i;
+      const T* const gates = row + channels + values;
+      const float beta = sigmoid(to_float(gates[v_head]));
+      const float a = to_float(gates[net.v_heads + v_head]) + net.time[v_head];
+      const float decay = std::exp(net.rate[v_head] * softplus(a));
+      update_state(state + i * matrix, net.k_size, net.v_size, mixed, mixed + net.k_size,
+                   mixed + 2 * net.k_size + i * net.v_size, decay, beta, read);
+      gated_norm(read, row + channels + v_head * net.v_size, net.norm, net.eps, net.v_size,
+                 out + (first + token) * values + v_head * net.v_size);
+    }
+    if (keep >= 0 && token + 1 == step.after[request]) {
+      std::memcpy(state_of(keep), state, state_size * sizeof(float));
+      save(keep, token + 1);
+    }
+  }
+  save(write, end - first);
+}
+
+template <class T>
+void run(const Net& net, const RecurrentStep& step, const void* y, void* out) {
+  parallel(step.num_reqs * net.k_heads, [&](int64_t task) {
+    run_head(net, step, static_cast<const T*>(y), static_cast<T*>(out), task / net.k_heads,
+             task % net.k_heads);
+  });
+}
+
+template <class T>
+void gate_rows(T* x, const T* gate, int64_t stride, int64_t rows, int64_t size) {
+  parallel(rows, [&](int64_t row) {
+    for_each_vec(size, [&](int64_t i, int64_t n) {
+      T* const own = x + row * size + i;
+      store_part(own, load_part(own, n) * sigmoid(load_part(gate + row * stride + i, n)), n);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace tk::TK_VARIANT
+
+// y: [num_tokens, q | k | v | z | b | a]; out: [num_tokens, v_heads * v_size].
+TK_KERNEL(tk_delta_net)(const void* net, const void* step, const void* y, void* out) {
+  using namespace tk::TK_VARIANT;
+  const Net& own = *static_cast<const Net*>(net);
+  (own.is_bf16 ? run<bf16> : run<float>)(own, *static_cast<const RecurrentStep*>(step), y, out);
+}
+
+// x *= sigmoid(gate). x: [rows, size]; gate: rows `stride` elements apart.
+TK_KERNEL(tk_gate_rows)(void* x, const void* gate, int64_t stride, int64_t rows, int64_t size,
+                        int64_t is_bf16) {
+  using namespace tk::TK_VARIANT;
+  if (is_bf16) {
+    gate_rows(static_cast<bf16*>(x), static_cast<const bf16*>(gate), stride, rows, size);
+  } else {
+    gate_rows(static_cast<float*>(x), static_cast<const float*>(gate), stride, rows, size);
+  }
+}

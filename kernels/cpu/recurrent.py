@@ -1,0 +1,126 @@
+"""Gated delta nets: convolution, state and norm of a layer in one kernel; and gates of rows."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
+
+DTYPES = (torch.float32, torch.bfloat16)
+_delta_net = Kernel("tk_delta_net", POINTER, POINTER, POINTER, POINTER)
+_gate_rows = Kernel("tk_gate_rows", POINTER, POINTER, SIZE, SIZE, SIZE, SIZE)
+
+
+class _Net(ctypes.Structure):
+    """Mirror of `Net` in recurrent.cpp."""
+
+    _fields_ = [  # ctypes wants a list
+        *((name, POINTER) for name in ("kernel", "rate", "time", "norm", "windows", "states")),
+        *((name, SIZE) for name in ("k_heads", "v_heads", "k_size", "v_size", "width", "is_bf16")),
+        ("eps", FLOAT),
+    ]
+
+
+class _Step(ctypes.Structure):
+    """Mirror of `RecurrentStep` in recurrent.cpp."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("starts", "lengths", "reads", "writes", "keeps", "after")),
+        ("num_reqs", SIZE),
+    ]
+
+
+class RecurrentStep:
+    """A step's requests and the slots of their states, for all layers.
+
+    starts: [num_reqs + 1], first token of each; lengths: with this step's tokens; the others as in
+    `toolkit.attention.StateRows`, int32 [num_reqs]. Raises ValueError for others."""
+
+    def __init__(
+        self,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        reads: torch.Tensor,
+        writes: torch.Tensor,
+        keeps: torch.Tensor,
+        after: torch.Tensor,
+    ) -> None:
+        tensors = (starts, lengths, reads, writes, keeps, after)
+        counts = [len(tensor) for tensor in tensors]
+        if counts != [counts[1] + 1, *[counts[1]] * 5] or not all(
+            tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors
+        ):
+            raise ValueError(
+                "a step's tensors must be int32, contiguous, and of one length but for the first, "
+                f"not {counts} of {[tensor.dtype for tensor in tensors]}"
+            )
+        self._tensors = tensors  # keeps them alive: the structure has only their addresses
+        self._step = _Step(*(tensor.data_ptr() for tensor in tensors), counts[1])
+        self.address = ctypes.addressof(self._step)
+
+
+class DeltaNet:
+    """A layer: `recurrent.short_convolution`, `gated_delta_rule` and `gated_norm`.
+
+    kernel: [channels, width]; a_log, time: [v_heads]; norm: [v_size]; windows: [slots, width - 1,
+    channels] in fp32 or bfloat16, as the rows; states: fp32 [slots, v_heads, k_size, v_size].
+    Raises ValueError for others."""
+
+    def __init__(
+        self,
+        kernel: torch.Tensor,
+        a_log: torch.Tensor,
+        time: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        windows: torch.Tensor,
+        states: torch.Tensor,
+        num_k_heads: int,
+    ) -> None:
+        _, v_heads, k_size, v_size = states.shape
+        channels, width = kernel.shape
+        if (
+            windows.dtype not in DTYPES
+            or states.dtype != torch.float32
+            or windows.shape[1:] != (width - 1, channels)
+            or channels != 2 * num_k_heads * k_size + v_heads * v_size
+            or not (windows.is_contiguous() and states.is_contiguous())
+        ):
+            raise ValueError(
+                f"windows {list(windows.shape)} in {windows.dtype} and states "
+                f"{list(states.shape)} in {states.dtype} are not those of {num_k_heads} heads of "
+                f"keys and a convolution {list(kernel.shape)}"
+            )
+        self.dtype, self._values = windows.dtype, v_heads * v_size
+        self._columns = channels + self._values + 2 * v_heads
+        given = kernel.T, -a_log.float().exp(), time, norm
+        self._tensors = *(one.float().contiguous() for one in given), windows, states
+        self._net = _Net(
+            *(tensor.data_ptr() for tensor in self._tensors),
+            *(num_k_heads, v_heads, k_size, v_size, width, self.dtype == torch.bfloat16),
+            eps,
+        )
+        self._address = ctypes.addressof(self._net)
+
+    def __call__(self, y: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+        """Return [num_tokens, v_heads · v_size]. y: [num_tokens, q | k | v | z | b | a]."""
+        if y.shape[1] != self._columns or y.dtype != self.dtype or not y.is_contiguous():
+            raise ValueError(
+                f"rows must have {self._columns} columns in {self.dtype}, contiguous, not "
+                f"{list(y.shape)} in {y.dtype}"
+            )
+        out = torch.empty(len(y), self._values, dtype=y.dtype)
+        _delta_net.run(self._address, step.address, y.data_ptr(), out.data_ptr())
+        return out
+
+
+def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Multiply x [rows, size] by sigmoid(gate), in place. Rows of `gate` may be apart."""
+    if x.dtype not in DTYPES or gate.dtype != x.dtype or gate.shape != x.shape:
+        raise ValueError(f"rows and gates must be alike, not {list(x.shape)}, {list(gate.shape)}")
+    if not x.is_contiguous() or gate.stride(1) != 1:
+        raise ValueError("rows must be contiguous")
+    is_bf16 = x.dtype == torch.bfloat16
+    _gate_rows.run(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, is_bf16)
