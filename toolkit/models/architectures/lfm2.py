@@ -26,16 +26,22 @@ class Lfm2Fields(DecoderConfig, kw_only=True):
     conv_bias: bool = False
     conv_L_cache: Size = 3  # noqa: N815  (its name in the file)
     layer_types: list[str] | None = None
+    """`conv` or `full_attention` for each layer. None: all have attention."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.layer_types is None:
+            self.layer_types = [FULL] * self.num_hidden_layers
         self.rms_norm_eps = self.norm_eps
         if self.tie_embedding is not None:
             self.tie_word_embeddings = self.tie_embedding
-        if unknown := sorted(set(self.layer_types or ()) - {CONVOLUTION, FULL}):
+        if unknown := sorted(set(self.layer_types) - {CONVOLUTION, FULL}):
             raise ValueError(f"unsupported layer_types: {', '.join(unknown)}")
-        if self.layer_types is None or len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(f"layer_types must have {self.num_hidden_layers} entries")
+        if len(self.layer_types) != self.num_hidden_layers:
+            number = len(self.layer_types)
+            raise ValueError(
+                f"layer_types has {number} entries for {self.num_hidden_layers} layers"
+            )
         if self.conv_L_cache < 2:
             raise ValueError("conv_L_cache is 1, and tk supports 2 and more")
 
