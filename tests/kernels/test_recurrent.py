@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.kernels import cpu
-from toolkit.kernels.cpu import library, recurrent
 from toolkit.kernels.recurrent import Sequences, gated_delta_rule, gated_norm, short_convolution
 
 K_HEADS, V_HEADS, K_SIZE, V_SIZE, WIDTH, SLOTS = 2, 6, 8, 5, 4, 9
@@ -100,64 +98,3 @@ def test_norm_is_before_the_gate():
     expected = F.rms_norm(x, (5,), weight, 1e-3) * F.silu(gate)
     gated_norm(x, gate, weight, 1e-3)
     torch.testing.assert_close(x, expected)
-
-
-@pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
-@pytest.mark.parametrize("variant", library.variants())
-@pytest.mark.parametrize("dtype", recurrent.DTYPES)
-@pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize(("k_size", "v_size"), [(8, 5), (16, 80)])
-def test_cpu_kernel_computes_the_layer(kind, dtype, variant, k_size, v_size):
-    """Heads smaller than a vector, and of several and a part of one."""
-    torch.manual_seed(0)
-    lengths, group = LENGTHS[kind], V_HEADS // K_HEADS
-    keys, values = K_HEADS * k_size, V_HEADS * v_size
-    channels, eps = 2 * keys + values, 1e-3
-    widths = channels, values, V_HEADS, V_HEADS
-    y = torch.randn(sum(lengths), sum(widths)).to(dtype)
-    kernel, norm = torch.randn(channels, WIDTH), torch.randn(v_size)
-    a_log, time = torch.randn(2, V_HEADS)
-    windows = torch.randn(SLOTS, WIDTH - 1, channels).to(dtype)
-    states = torch.randn(SLOTS, V_HEADS, k_size, v_size)
-    states[READS[-1]], windows[READS[-1]] = torch.nan, torch.nan
-    own_windows, own_states = windows.clone(), states.clone()
-
-    given = sequences(lengths)
-    qkv, z, b, a = torch.split(y, widths, dim=1)
-    mixed = short_convolution(qkv, kernel, windows, given)
-    q, k, v = torch.split(mixed, (keys, keys, values), dim=1)
-    expected = gated_delta_rule(
-        *(one.reshape(-1, K_HEADS, k_size) for one in (q, k)),
-        v.reshape(-1, V_HEADS, v_size),
-        -a_log.exp() * F.softplus(a.float() + time),
-        b.float().sigmoid(),
-        states,
-        given,
-    )
-    gated_norm(expected, z.reshape(expected.shape), norm, eps)
-
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    totals = torch.tensor(lengths) + torch.tensor([0 if first else 9 for first in IS_FIRST])
-    after = torch.tensor([kept(kind).get(index, (0, -1))[1] for index in range(5)])
-    step = recurrent.RecurrentStep(
-        *(one.int() for one in (starts, totals, given.reads, given.writes, given.keeps, after))
-    )
-    with library.using(variant):
-        layer = recurrent.DeltaNet(kernel, a_log, time, norm, eps, own_windows, own_states, K_HEADS)
-        found = layer(y, step)
-    assert group == 3
-    bound = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-    torch.testing.assert_close(found, expected.flatten(1), **bound)
-    torch.testing.assert_close(own_windows, windows, equal_nan=True)
-    torch.testing.assert_close(own_states, states, equal_nan=True, **bound)
-
-
-@pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
-@pytest.mark.parametrize("dtype", recurrent.DTYPES)
-def test_gates_multiply_rows(dtype):
-    torch.manual_seed(0)
-    rows = torch.randn(7, 50).to(dtype)
-    x, gate = rows[:, :21].contiguous(), rows[:, 29:]
-    expected = x.float() * gate.float().sigmoid()
-    recurrent.gate_rows(x, gate)
-    torch.testing.assert_close(x.float(), expected, rtol=0.01, atol=0.01)
