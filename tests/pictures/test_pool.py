@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, wait
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -25,9 +26,9 @@ from tests.pictures.samples import QWEN, as_file, gradient, saved
 from tests.server import until
 from toolkit.errors import EngineError, InvalidRequestError, ServerUnavailableError
 from toolkit.framing import frame
-from toolkit.pictures import keeper
+from toolkit.pictures import keeper, processes
 from toolkit.pictures import pool as pool_module
-from toolkit.pictures.messages import Channel, Done, Job, Refused
+from toolkit.pictures.messages import Channel, Done, Job, Refused, Take
 from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.processes import Worker, WorkerLostError
 from toolkit.pictures.settings import PictureLimits
@@ -68,15 +69,34 @@ def test_pool_does_not_keep_pictures(pool: PicturePool) -> None:
     until(lambda: gone() is None, 10)
 
 
-def test_sizes_are_measured_before_pictures_that_wait(pool: PicturePool) -> None:
-    order = []
-    with stopped(pool):
+def test_sizes_are_measured_before_pictures_that_wait(
+    pool: PicturePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "KEPT", 0.0)
+    sent, order = sent_messages(monkeypatch), []
+    with stopped(pool) as workers:
         futures = in_flight(pool, 6)
         measured = [pool.measure(PICTURE, "here") for _ in range(2)]
         for one in [*futures, *measured]:
             one.add_done_callback(order.append)
-    wait([*futures, *measured], 30)
-    assert all(order.index(one) < 5 for one in measured)
+        until(lambda: sent.count(Take(is_measured=True)) == 2)
+        workers[0].resume()  # alone, so that it takes one task after another
+        wait(measured, 30)
+    wait(futures, 30)
+    assert set(order[1:3]) == set(measured)
+
+
+def sent_messages(monkeypatch: pytest.MonkeyPatch) -> list[msgspec.Struct]:
+    """Return a list of the messages that this process has sent to others from now on."""
+    sent: list[msgspec.Struct] = []
+    send = Channel.send
+
+    def record(channel: Channel, message: msgspec.Struct, *args: Any, **options: Any) -> None:
+        send(channel, message, *args, **options)
+        sent.append(message)
+
+    monkeypatch.setattr(Channel, "send", record)
+    return sent
 
 
 def test_killed_worker_fails_only_its_picture(pool: PicturePool) -> None:
