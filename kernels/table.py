@@ -84,6 +84,7 @@ class TritonKernels(Kernels):
         from toolkit.kernels.triton.attention import attention, rotary, windows
         from toolkit.kernels.triton.experts import experts, routing
         from toolkit.kernels.triton.products import grouped_layout, lora, matmul
+        from toolkit.kernels.triton.recurrent import convolution, delta_net, step
         from toolkit.kernels.triton.sampling import (
             bitmask,
             drafts,
@@ -134,6 +135,11 @@ class TritonKernels(Kernels):
         self.rotate_ = rotary.rotate_
         self.attend_short = windows.attend_short
         self.max_short_segment = windows.MOST_TOKENS
+
+        # Layers with a state for each request
+        self.recurrent_step = step.RecurrentStep
+        self.delta_net = delta_net.DeltaNet
+        self.gated_convolution = convolution.gated_convolution
 
         # Sampling
         self.penalize = self.penalize_in_graph = penalties.penalize

@@ -79,6 +79,8 @@ EARLY = {
         fetched=("k_ptr", "v_ptr"),
     ),
     "attention_kernels.merge_kernel": Early(step=("query_start_ptr",)),
+    "convolution._convolution_step_kernel": Early(),
+    "delta_net._delta_step_kernel": Early(),
     "embedding._embed_kernel": Early(),
     "expert_kernels.down_kernel": Early(
         recent=("id_ptr", "table_ptr", "pair_ptr", "share_ptr"), fetched=("weight_ptr",)

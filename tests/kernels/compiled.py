@@ -31,6 +31,17 @@ from toolkit.kernels.triton.products import fp8, fp8_matmul, linear
 from toolkit.kernels.triton.products.grouped import _grouped_kernel
 from toolkit.kernels.triton.products.lora import _delta_kernel, _shrink_kernel
 from toolkit.kernels.triton.products.matmul import _tile_kernel
+from toolkit.kernels.triton.recurrent.convolution import (
+    _convolution_step_kernel,
+    _convolve_kernel,
+    _window_kernel,
+)
+from toolkit.kernels.triton.recurrent.delta_net import (
+    _delta_step_kernel,
+    _gated_norm_kernel,
+    _scan_kernel,
+    _solve_kernel,
+)
 from toolkit.kernels.triton.sampling.drafts import _draft_inputs_kernel
 from toolkit.kernels.triton.sampling.logprobs import _blocks_kernel, _records_kernel
 from toolkit.kernels.triton.sampling.sampling import _choose_kernel, _statistics_kernel
@@ -408,6 +419,31 @@ def compile_towers() -> None:
     compile_kernel("rows of features", _place_kernel, types, rows, 4, 3)
 
 
+def compile_recurrent() -> None:
+    types = dict.fromkeys(
+        ("start_ptr", "length_ptr", "read_ptr", "write_ptr", "keep_ptr", "after_ptr"), "*i32"
+    )
+    types |= {"chunk_ptr": "*i32", "chunk_start_ptr": "*i32", "eps": "fp32"}
+    types |= dict.fromkeys(("rate_ptr", "time_ptr", "state_ptr"), "*fp32")
+    net = {"K_HEADS": 16, "GROUP": 2, "K_SIZE": 128, "V_SIZE": 128, "K_BLOCK": 128}
+    step = {"V_BLOCK": 64, "NORM_BLOCK": 128, "WIDTH": 4, "PDL": True}
+    compile_kernel("delta net, one token", _delta_step_kernel, types, net | step, 4, 3)
+    chunks = net | {"CHUNK": 64, "EXACT": False}
+    matrices = types | {"read_ptr": "*bf16"}
+    compile_kernel("delta net, systems", _solve_kernel, matrices, chunks, 4, 3)
+    compile_kernel("delta net, states", _scan_kernel, types, chunks | {"V_BLOCK": 32}, 4, 2)
+    norm = {"V_HEADS": 32, "V_SIZE": 128, "V_BLOCK": 128, "CHUNK": 64}
+    compile_kernel("delta net, gated norm", _gated_norm_kernel, types, norm, 4, 3)
+    block = {"bias_ptr": None, "WIDTH": 4, "BLOCK": 64}
+    convolution = block | {"CHUNK": 64, "GATED": True, "SILU": True}
+    compile_kernel("convolution", _convolve_kernel, types, convolution, 4, 3)
+    compile_kernel(
+        "convolution, one token", _convolution_step_kernel, types, block | {"PDL": True}, 1, 3
+    )
+    del block["bias_ptr"]
+    compile_kernel("windows", _window_kernel, types, block | {"GATED": True}, 1, 3)
+
+
 def main() -> None:
     fused = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
     plain = PLAIN | {"sinks_ptr": None}
@@ -433,6 +469,7 @@ def main() -> None:
     compile_sampling()
     compile_draft_inputs()
     compile_towers()
+    compile_recurrent()
     compile_kernel("join", _join_kernel, JOIN_TYPES, JOIN, 16, 3)
     compile_kernel("pushed sum and norm", _pushed_norm_kernel, PUSHED_TYPES, PUSHED, 16, 3)
     compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)

@@ -60,6 +60,8 @@ CONTRACTS = {
     "scatter": "sampling/test_sampling.py::"
     "test_rows_of_logits_are_gathered_and_their_tokens_scattered",
     "logprobs": "sampling/test_sampling.py::test_logprobs_equal_reference",
+    "delta_net": "test_recurrent_layers.py::test_kernels_compute_a_delta_net",
+    "gated_convolution": "test_recurrent_layers.py::test_kernels_compute_a_gated_convolution",
     "copy_runs": "test_inputs.py::test_copy_runs_equals_reference",
     "expand_inputs": "test_inputs.py::test_expand_inputs_equals_reference",
     "locate_points": "sampling/test_drafts.py::test_kernels_equal_reference",
@@ -73,7 +75,7 @@ ON_SEVERAL_GPUS = {"peer_buffer_bytes", "make_peers", "release_peers", "sums", "
 NOT_COMPUTING = {
     *("fuses_norm", "fuses_grouped_norm", "factors", "empty_groups", "choosing_products"),
     *("rank_block", "row_classes", "more_row_classes", "min_choice_tokens", "max_short_segment"),
-    *("compiled_side_by_side", "_late_compilations"),
+    *("compiled_side_by_side", "_late_compilations", "recurrent_step"),
 }
 
 

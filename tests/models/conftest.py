@@ -13,8 +13,10 @@ from tests import checkpoints
 from tests.checkpoints import NEW_TOKENS, VOCAB, Model
 from tests.models.architectures import ARCHITECTURES, MAX_MODEL_LEN, SHORTEST_PROMPT
 from tests.references import Reference
+from tests.worker.gpu_runners import gpu_runner, rerun_graphs
 from toolkit import LLM, RequestOutput
 
+__all__ = ["gpu_runner", "rerun_graphs"]
 FEW = ("gpt2", "mistral-window", "qwen3")
 SMALL_POOL = {"num_gpu_blocks_override": 44, "block_size": 4, "enable_prefix_caching": False}
 """Settings of a cache that holds little more than one request of full length."""

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from tests import checkpoints, engines
 from tests.models.architectures import ARCHITECTURES
+from tests.models.conftest import Case
 from tests.references import Reference
 from toolkit import LLM, SamplingParams
+from toolkit.kernels.table import TritonKernels
 
 LENGTHS = 63, 64, 65, 130, 301
 COUNT = 6
@@ -61,6 +63,23 @@ def test_answers_equal_transformers(model, folder, mode):
     assert answers(llm, prompts) == expected
     assert answers(llm, prompts[:1]) == expected[:1]
     assert answers(llm, prompts[::-1]) == expected[::-1]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
+def test_gpu_kernels_answer_like_transformers(checkpoint, rerun_graphs, monkeypatch, name):
+    """Prompts in chunks next to decoding, a tail of one token, and padded steps of one token."""
+    for module in ("delta_net", "short_convolution"):
+        patched = f"toolkit.models.{module}.kernels_for"
+        monkeypatch.setattr(patched, lambda device: TritonKernels())
+    case = Case(name, checkpoint(name))
+    limits = {"max_num_batched_tokens": 49, "max_num_seqs": 3, "attention_backend": "torch"}
+    llm = case.engine(**SETTINGS | limits)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    for prompts in (case.prompts[2:], case.prompts[4:5], case.prompts[:2]):
+        given = [{"prompt_token_ids": one} for one in prompts]
+        case.assert_greedy(llm.generate(given, params, use_tqdm=False), num_tokens=3)
+    assert len(engines.graphs(llm)) > 0
     llm.shutdown()
 
 

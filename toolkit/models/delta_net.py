@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,16 +13,19 @@ from toolkit.distributed import current_group, even_shard, full_shard
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu import recurrent
 from toolkit.kernels.recurrent import Sequences, gated_delta_rule, gated_norm, short_convolution
+from toolkit.kernels.table import TritonKernels, kernels_for
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models import describe
 from toolkit.models.memory import RowMemory
 from toolkit.models.mix import Mix
 from toolkit.models.model import Keeper
+from toolkit.weights.quantization import target_device
 from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
 from toolkit.weights.weight import parameter
 
 if TYPE_CHECKING:
     from toolkit.kernels.triton.products.matmul import Unscaled
+    from toolkit.kernels.triton.recurrent.step import RecurrentStep
 
 
 def sequences_of(batch: AttentionBatch) -> Sequences:
@@ -42,7 +46,22 @@ def sequences_of(batch: AttentionBatch) -> Sequences:
     return found
 
 
-def _recurrent_step(batch: AttentionBatch) -> recurrent.RecurrentStep:
+def gpu_step_of(batch: AttentionBatch, kernels: TritonKernels) -> RecurrentStep:
+    """Return a step's requests, as GPU kernels take them."""
+    if "recurrent" not in batch.plan:
+        assert batch.states is not None
+        batch.plan["recurrent"] = kernels.recurrent_step(
+            batch.query_start_loc,
+            batch.seq_lens,
+            len(batch.positions),
+            batch.max_query_len,
+            *batch.states.tensors,
+        )
+    found: RecurrentStep = batch.plan["recurrent"]
+    return found
+
+
+def _cpu_step_of(batch: AttentionBatch) -> recurrent.RecurrentStep:
     if "recurrent" not in batch.plan:
         assert batch.states is not None
         batch.plan["recurrent"] = recurrent.RecurrentStep(
@@ -57,8 +76,7 @@ class DeltaNetMix(Mix, Keeper):
 
     input: MergedLinear
     output: Linear
-    attends = may_synchronize = True
-    _kernels: recurrent.DeltaNet | None  # of a CPU
+    attends = True
 
     def __init__(self, net: describe.DeltaNet, hidden: int, _: object) -> None:
         super().__init__()
@@ -83,7 +101,11 @@ class DeltaNetMix(Mix, Keeper):
         )
         self._v_heads = v_heads
         self.windows: torch.Tensor | None = None
-        self._is_loaded, self._kernels = False, None
+        kernels = kernels_for(target_device())
+        self._gpu = kernels if isinstance(kernels, TritonKernels) else None
+        self.may_synchronize = self._gpu is None
+        self._is_loaded = False
+        self._layer: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] = self._compute
 
     def bind(self, *tensors: torch.Tensor) -> None:
         """`tensors`: windows and states, [num_slots, heads, size] each."""
@@ -94,24 +116,29 @@ class DeltaNetMix(Mix, Keeper):
         self._prepare()
 
     def pack(self) -> None:
-        """Prepare the CPU kernels, if there are any. Called once, after loading."""
+        """Prepare the kernels, if there are any. Called once, after loading."""
         self._is_loaded = True
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make the kernels of a CPU once weights and states are there."""
-        fits = cpu.available() and not self.kernel.is_cuda
-        if fits and self._is_loaded and self.windows is not None:
-            weights = self.kernel, self.a_log, self.dt_bias, self.norm_weight
-            places = self.windows, self.states, self.num_k_heads
-            if self.windows.dtype in recurrent.DTYPES:
-                self._kernels = recurrent.DeltaNet(*weights, self.net.eps, *places)
+        """Make the kernels once weights and states are there."""
+        if not self._is_loaded or self.windows is None:
+            return
+        weights = self.kernel, self.a_log, self.dt_bias, self.norm_weight, self.net.eps
+        places = self.windows, self.states, self.num_k_heads
+        if (kernels := self._gpu) is not None:
+            on_gpu = kernels.delta_net(*weights, *places)
+            self._layer = lambda y, batch: on_gpu(y, gpu_step_of(batch, kernels))
+        elif cpu.available() and self.windows.dtype in recurrent.DTYPES and not self.kernel.is_cuda:
+            on_cpu = recurrent.DeltaNet(*weights, *places)
+            self._layer = lambda y, batch: on_cpu(y, _cpu_step_of(batch))
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, v_heads · v_size]."""
-        y: torch.Tensor = self.input(x)
-        if self._kernels is not None:
-            return self._kernels(y, _recurrent_step(batch))
+        return self._layer(self.input(x), batch)
+
+    def _compute(self, y: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Compute all but the products in PyTorch. y: [num_tokens, q | k | v | z | b | a]."""
         net, sequences = self.net, sequences_of(batch)
         widths = [sum(self._widths[:3]), *self._widths[3:]]
         qkv, z, b, a = torch.split(y, widths, dim=1)

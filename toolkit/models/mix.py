@@ -49,7 +49,7 @@ class Mix(nn.Module):
     input: Linear | None
     output: Linear | None
     attends: ClassVar[bool] = False  # what it computes for a token depends on other tokens
-    may_synchronize: ClassVar[bool] = False  # it may wait for the device: no CUDA graphs
+    may_synchronize: bool = False  # it may wait for the device: no CUDA graphs
 
     def __init__(self) -> None:
         super().__init__()

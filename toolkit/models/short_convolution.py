@@ -9,12 +9,14 @@ import torch
 from toolkit.attention import AttentionBatch
 from toolkit.distributed import current_group, even_shard
 from toolkit.kernels.recurrent import short_convolution
+from toolkit.kernels.table import TritonKernels, kernels_for
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models import describe
-from toolkit.models.delta_net import sequences_of
+from toolkit.models.delta_net import gpu_step_of, sequences_of
 from toolkit.models.memory import RowMemory
 from toolkit.models.mix import Mix
 from toolkit.models.model import Keeper
+from toolkit.weights.quantization import target_device
 from toolkit.weights.slots import Slot, Slots
 from toolkit.weights.weight import parameter
 
@@ -27,7 +29,7 @@ class ShortConvolutionMix(Mix, Keeper):
 
     input: MergedLinear
     output: Linear
-    attends = may_synchronize = True
+    attends = True
 
     def __init__(self, net: describe.ShortConvolution, hidden: int, _: object) -> None:
         super().__init__()
@@ -39,6 +41,9 @@ class ShortConvolutionMix(Mix, Keeper):
         self.memory = RowMemory(tuple(part.on_rank(ranks) for part in net.memory.parts))
         self.kernel = parameter(torch.zeros(count, net.width))
         self.bias = parameter(torch.zeros(count)) if net.bias else None
+        kernels = kernels_for(target_device())
+        self._gpu = kernels if isinstance(kernels, TritonKernels) else None
+        self.may_synchronize = self._gpu is None
 
     def bind(self, *tensors: torch.Tensor) -> None:
         """`tensors`: windows, [num_slots, channels, width - 1]."""
@@ -48,6 +53,9 @@ class ShortConvolutionMix(Mix, Keeper):
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, channels]."""
         y: torch.Tensor = self.input(x)
+        if (kernels := self._gpu) is not None:
+            step = gpu_step_of(batch, kernels)
+            return kernels.gated_convolution(y, self.kernel, self.bias, self.windows, step)
         b, c, inner = y.chunk(3, dim=1)
         out = short_convolution(
             b * inner, self.kernel, self.windows, sequences_of(batch), self.bias, has_silu=False

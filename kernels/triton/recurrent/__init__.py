@@ -1,0 +1,1 @@
+"""Layers with a state for each request."""
