@@ -23,28 +23,6 @@ struct Join {
   float scale;
 };
 
-// Calls f(first index, number of elements) for each vector.
-template <class F>
-[[gnu::always_inline]] inline void for_each_vec(int64_t size, F&& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) f(i, kLanes);
-  if (i < size) f(i, size - i);
-}
-
-template <class T>
-[[gnu::always_inline]] inline Vec load_part(const T* x, int64_t count) {
-  return count == kLanes ? load(x) : load_some(x, count);
-}
-
-template <class T>
-[[gnu::always_inline]] inline void store_part(T* x, Vec v, int64_t count) {
-  if (count == kLanes) {
-    store(x, v);
-  } else {
-    store_some(x, v, count);
-  }
-}
-
 // Keeps the first n lanes; the others become 0.
 [[gnu::always_inline]] inline Vec first(Vec v, int64_t n) {
   IntVec lane;

@@ -26,32 +26,11 @@ struct RecurrentStep {
   int64_t num_reqs;
 };
 
-template <class F>
-[[gnu::always_inline]] inline void for_each_vec(int64_t size, F&& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) f(i, kLanes);
-  if (i < size) f(i, size - i);
-}
-
-template <class T>
-[[gnu::always_inline]] inline Vec load_part(const T* x, int64_t count) {
-  return count == kLanes ? load(x) : load_some(x, count);
-}
-
-template <class T>
-[[gnu::always_inline]] inline void store_part(T* x, Vec v, int64_t count) {
-  if (count == kLanes) {
-    store(x, v);
-  } else {
-    store_some(x, v, count);
-  }
-}
-
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// Channels of a head of keys that lie together: of its queries, its keys or its values.
+// Channels next to each other: a head's queries, its keys, or the values of its group.
 struct Range {
   int64_t first, count;
 };

@@ -533,6 +533,23 @@ def test_siblings_wait_for_their_leader_and_then_share_its_prompt(num_state_slot
     assert outcome.first_token["0/0"] <= outcome.first_token["0/1"]
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_answer_keeps_the_newest_state_that_it_has_passed(overlaps):
+    request = make_request("0", [2] * 6, max_tokens=90, ignore_eos=True)
+    states = StateSlots(9, grain=4, block_size=4)
+    states.begin_step(0)
+    states.enter(request, None)
+    assert states.keep(request, 0, 6) is not None  # at 4: the prompt's end
+    request.schedule(6, 1)
+    for step in range(1, 40):
+        if step > 1 or not overlaps:
+            request.append(3)
+        states.begin_step(step)
+        states.keep(request, request.num_tokens - 1, request.num_tokens)
+        request.schedule(1, 1)
+    assert len(states._free) == 9 - 3  # its own, the prompt's end, and the newest
+
+
 def test_the_scheduler_imports_no_torch():
     code = (
         "import sys, toolkit.scheduler; "

@@ -93,13 +93,13 @@ class StateSlots:
             return slot if snapshot is None else snapshot.slot
         if snapshot is None or before == self._step:
             return None
-        self._forget(snapshot)  # the request takes its slot over
+        self._remove(snapshot)  # the request takes its slot over
         request.state_slot = snapshot.slot
         return snapshot.slot
 
     def leave(self, request: Request) -> None:
         """Take the slot from a request. Its snapshots stay, as far as their tokens are known."""
-        self._settle(request)
+        self._register_known(request)
         for snapshot in self._pending.pop(request, ()):
             self._free.append(snapshot.slot)
         self._passed.pop(request, None)
@@ -140,7 +140,7 @@ class StateSlots:
         """Choose a snapshot of a request's tokens from `start` to `end`, which this step computes.
 
         Return (slot, number of these tokens in it), or None."""
-        self._settle(request)
+        self._register_known(request)
         length, is_end = self._wanted(request, start, end)
         if not length or not request.cacheable:
             return None
@@ -155,6 +155,8 @@ class StateSlots:
         snapshot = Snapshot(slot, length, self._step, is_end, leader=leader)
         if key:
             self._add(snapshot, key)
+            if length > request.num_prompt_tokens:
+                self._pass(request, snapshot)
         else:
             self._pending.setdefault(request, []).append(snapshot)
         return slot, length - start
@@ -192,10 +194,8 @@ class StateSlots:
         count = length // self._block_size
         return request.hashes(count, self._block_size)[count - 1]
 
-    def _settle(self, request: Request) -> None:
-        """Register the snapshots whose tokens are known by now.
-
-        While a request decodes, a newer one replaces the one before."""
+    def _register_known(self, request: Request) -> None:
+        """Register the snapshots whose tokens are known by now."""
         pending = self._pending.get(request)
         while pending and pending[0].length <= request.num_known_tokens:
             snapshot = pending.pop(0)
@@ -204,10 +204,14 @@ class StateSlots:
                 self._free.append(snapshot.slot)
                 continue
             self._add(snapshot, key)
-            older = self._passed.get(request)
-            if older is not None and older in self._plain and not self._is_busy(older):
-                self._drop(older)
-            self._passed[request] = snapshot
+            self._pass(request, snapshot)
+
+    def _pass(self, request: Request, snapshot: Snapshot) -> None:
+        """Replace the snapshot that a request has passed before, while decoding."""
+        older = self._passed.get(request)
+        if older is not None and older in self._plain and not self._is_busy(older):
+            self._drop(older)
+        self._passed[request] = snapshot
 
     def _add(self, snapshot: Snapshot, key: BlockHash) -> None:
         snapshot.key = key
@@ -222,7 +226,7 @@ class StateSlots:
         if self._free:
             return self._free.pop()
         if (victim := next(self._victims(need), None)) is not None:
-            self._forget(victim)
+            self._remove(victim)
             return victim.slot
         for pending in self._pending.values() if need == _Need.RUN else ():
             if pending and not self._is_busy(pending[-1]):
@@ -249,10 +253,10 @@ class StateSlots:
         """True if the step that is planned reads or writes it."""
         return self._step in (snapshot.written, snapshot.last_read)
 
-    def _forget(self, snapshot: Snapshot) -> None:
+    def _remove(self, snapshot: Snapshot) -> None:
         del self._known[snapshot.key]
         del (self._ends if snapshot.is_end else self._plain)[snapshot]
 
     def _drop(self, snapshot: Snapshot) -> None:
-        self._forget(snapshot)
+        self._remove(snapshot)
         self._free.append(snapshot.slot)
