@@ -32,6 +32,15 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
         "qwen2-moe",
         {"r": 4, "target_modules": r".*\.(q_proj|o_proj|shared_expert\.(gate|up|down)_proj)"},
     ),
+    "delta nets": (
+        "qwen3-next",
+        {"r": 4, "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]},
+    ),
+    "split delta nets": (
+        "qwen3.5",
+        {"r": 4, "target_modules": r".*\.(in_proj_(qkv|z|b|a)|out_proj|o_proj|up_proj)"},
+    ),
+    "convolutions": ("lfm2", {"r": 4, "target_modules": ["in_proj", "out_proj", "w2"]}),
     "interleaved": ("gpt-neox", {"r": 4, "target_modules": ["query_key_value"]}),
 }
 """Base model and PEFT's options by a name. `all` and `attention` share a base."""

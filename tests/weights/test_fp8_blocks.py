@@ -23,6 +23,7 @@ from toolkit.weights import quantization
 from toolkit.weights.groups import Blocks
 from toolkit.weights.kinds import blocks, fp8
 from toolkit.weights.kinds.blocks import BlockWeight
+from toolkit.weights.kinds.plain import PlainWeight
 from toolkit.weights.layout import DENSE, Kind, Layout
 from toolkit.weights.loading.loader import load_weights
 from toolkit.weights.weight import Epilogue
@@ -201,6 +202,49 @@ def test_ranks_merge_their_complete_blocks(tmp_path, monkeypatch):
                     assert torch.equal(own, part), source.name
                     found[source.name] += own.numel()
     assert found == {name: weight.numel() for name, weight in expected.items()}
+
+
+@pytest.mark.parametrize("key_size", [128, 64])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_delta_nets_have_their_rows_of_blocks(tmp_path, monkeypatch, num_ranks, key_size):
+    """One tensor has queries, keys, values and gates, head by head, as Qwen3-Next's in FP8.
+
+    Keys of 64 cut blocks. Such weights are expanded."""
+    import transformers
+
+    monkeypatch.setattr(fp8, "has_arithmetic", lambda device: True)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_experts": 0, "vocab_size": 100}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 128}
+    config = transformers.Qwen3NextConfig(
+        **sizes,
+        **heads,
+        linear_key_head_dim=key_size,
+        layer_types=["linear_attention"],
+        intermediate_size=256,
+    )
+    save_in_blocks(transformers.Qwen3NextForCausalLM(config), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    net = "model.layers.0.linear_attn."
+    values = torch.randn(tensors[f"{net}in_proj_qkvz.weight"].shape).to(torch.float8_e4m3fn)
+    scales = torch.rand(len(values) // 128, 2) + 0.1
+    tensors[f"{net}in_proj_qkvz.weight"] = values
+    tensors[f"{net}in_proj_qkvz.weight_scale_inv"] = scales
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"]["modules_to_not_convert"] = [f"{net}in_proj_ba"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    dense = values.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    heads = dense.view(2, -1, 256).split((key_size, key_size, 256, 256), 1)
+    for rank in range(num_ranks):
+        with parallel(Group(rank, num_ranks)), only_pytorch("reference"):
+            (linear,) = (
+                one for one in linears(load(tmp_path)) if "in_proj_qkvz" in one.sources[0].name
+            )
+        expected = torch.cat([one.chunk(num_ranks)[rank].flatten(0, 1) for one in heads])
+        found = linear.weight.dequantize(slice(0, len(expected)))
+        torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=0.01)
+        kinds = [type(one) for one in linear.weight.weights]
+        assert (kinds == [BlockWeight, PlainWeight]) == (key_size == 128)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, Layout(Kind.FP8, 8)], ids=str)

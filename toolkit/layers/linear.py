@@ -72,7 +72,7 @@ class Linear(nn.Module):
         self.packings = tuple(find_packing(source.name) for source in sources)
         counts = [part.count for part in parts]
         if any(self.packings):
-            self.weight = new_packed_weight(counts, columns, self.packings)
+            self.weight = new_packed_weight(counts, columns, self.packings, self._cuts_blocks)
         else:
             self.weight = new_weight(sum(counts), columns.count)
         self.bias = parameter(torch.empty(self.weight.shape[0])) if bias else None
@@ -113,6 +113,10 @@ class Linear(nn.Module):
                 joined.setdefault(source.tensor(kind), []).append(found)
             first += part.count
         return {name: joined_slot(slots) for name, slots in joined.items()}
+
+    def _cuts_blocks(self, index: int, height: int) -> bool:
+        part = self.parts[index]
+        return self.sources[index].cuts_blocks(part.begin, part.count, height)
 
     def _part_slots(
         self, source: Source, part: Shard, packing: Packing | None, first: int

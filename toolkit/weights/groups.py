@@ -85,7 +85,11 @@ def select(decoded: Decoded, rows: torch.Tensor) -> Decoded:
         return decoded.select(rows)
     height, width = decoded.block
     values = decoded.values.view(torch.int8)[rows].view(decoded.values.dtype)
-    return Blocks(values, decoded.scales[rows // height], (1, width))
+    scales = decoded.scales[rows // height]
+    blocks = scales[::height]
+    if torch.equal(blocks.repeat_interleave(height, 0)[: len(scales)], scales):
+        return Blocks(values, blocks, (height, width))
+    return Blocks(values, scales, (1, width))
 
 
 def pack_nibbles(values: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -111,17 +111,29 @@ def new_weight(rows: int, columns: int) -> Weight:
 
 
 def new_packed_weight(
-    rows: Sequence[int], columns: Shard, packings: Sequence[Packing | None]
+    rows: Sequence[int],
+    columns: Shard,
+    packings: Sequence[Packing | None],
+    cuts_blocks: Callable[[int, int], bool] = lambda index, height: False,
 ) -> Weight:
-    """Return an uninitialized weight for parts of so many rows, stored in these packings."""
+    """Return an uninitialized weight for parts of so many rows, stored in these packings.
+
+    cuts_blocks(index of a part, rows of a block): its rows are not complete blocks in the file."""
     layouts = [DENSE if one is None else usable(one.layout, target_device()) for one in packings]
+    for index, one in enumerate(layouts):
+        if one.kind is Kind.FP8 and cuts_blocks(index, one.block_rows):
+            layouts[index] = DENSE
     # Of columns that are not in order, a rank's part does not have complete groups.
     layouts = [DENSE if one.has_order and not columns.is_full else one for one in layouts]
-    can_merge = len(set(layouts)) == 1 and not (len(rows) > 1 and layouts[0].has_order)
-    if can_merge and all(count % layouts[0].block_rows == 0 for count in rows[:-1]):
-        return _weight(sum(rows), columns.count, layouts[0])
-    parts = zip(rows, layouts, strict=True)
-    return PartedWeight([_weight(count, columns.count, layout) for count, layout in parts])
+    merged: list[tuple[int, Layout]] = []
+    for count, layout in zip(rows, layouts, strict=True):
+        above, before = merged[-1] if merged else (0, None)
+        if layout == before and not layout.has_order and above % layout.block_rows == 0:
+            merged[-1] = above + count, layout
+        else:
+            merged.append((count, layout))
+    weights = [_weight(count, columns.count, layout) for count, layout in merged]
+    return weights[0] if len(weights) == 1 else PartedWeight(weights)
 
 
 def new_stack(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
@@ -30,6 +32,17 @@ class Source:
         if not self.is_bare:
             return f"{self.name}.{kind}"
         return self.name if kind == "weight" else f"{self.name}_{kind}"
+
+    def cuts_blocks(self, first: int, count: int, height: int) -> bool:
+        """Return True if `count` of its rows from `first` on are not complete blocks of the tensor.
+
+        height: rows of a block."""
+        if self.order is None or height == 1:
+            return False
+        rows = np.array(self.order.rows[first : first + count])
+        begins = rows[::height]
+        inside = rows == np.repeat(begins, height)[:count] + np.arange(count) % height
+        return bool((begins % height).any() or not inside.all())
 
     @property
     def is_every_second_row(self) -> bool:
