@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import checkpoints, engines
-from tests.models.architectures import ARCHITECTURES
+from tests.models import random_states
 from tests.models.conftest import Case
+from tests.models.random_states import SETTINGS
 from tests.references import Reference
 from toolkit import LLM, SamplingParams
 from toolkit.kernels.table import TritonKernels
 
 LENGTHS = 63, 64, 65, 130, 301
 COUNT = 6
-SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 MODES: dict[str, dict[str, Any]] = {
     "all at once": {},
     "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 2},
@@ -35,9 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model() -> Reference:
-    family, settings = ARCHITECTURES["qwen3-next"]
-    longer = {"max_position_embeddings": 512, "linear_num_value_heads": 4, "decoder_sparse_step": 2}
-    return checkpoints.make_model(family, settings | longer)
+    return random_states.hybrid()
 
 
 @pytest.fixture(scope="module")
@@ -167,29 +164,21 @@ def test_cached_tokens_are_those_of_snapshots(folder):
 
 
 def test_random_requests_equal_those_alone(folder):
-    """Prompts of a tree, with too few blocks and snapshots for all of them."""
-    chance = random.Random(3)
-    words = [[chance.randrange(250) for _ in range(chance.randrange(20, 90))] for _ in range(6)]
-    prompts, asked = [], []
-    for _ in range(60):
-        parts = words[: chance.randrange(4)] + [chance.choice(words) for _ in range(2)]
-        prompts.append([token for part in parts for token in part][: chance.randrange(20, 330)])
-        count = chance.choice((1, 5, 40, 100))
-        asked.append(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
-    alone = LLM(str(folder), **SETTINGS, max_num_seqs=16, enable_prefix_caching=False)
-    small = {"num_gpu_blocks_override": 70, "state_cache_gib": 1e-4, "max_model_len": 448}
-    llm = LLM(str(folder), **SETTINGS, **small, max_num_seqs=6, max_num_batched_tokens=90)
+    requests = random_states.random_requests(300, seed=3)
+    llm = LLM(str(folder), **SETTINGS, **random_states.SMALL)
     num_preempted = engines.count_stats(llm, "num_preemptions")
     num_hits = engines.count_stats(llm, "prefix_cache_hits")
-    found, expected = (
-        [
-            list(one.outputs[0].token_ids)
-            for one in engine.generate(
-                [{"prompt_token_ids": one} for one in prompts], asked, use_tqdm=False
-            )
-        ]
-        for engine in (llm, alone)
-    )
-    assert found == expected
-    assert num_preempted() > 3
-    assert num_hits() > 500
+    found = random_states.answers(llm, requests)
+    llm.shutdown()
+    assert found == random_states.answers_alone(folder, requests)
+    assert num_preempted() > 50
+    assert num_hits() > 5000
+
+
+async def test_clients_that_leave_and_a_killed_core_change_no_answer(folder, forked_processes):
+    requests = random_states.random_requests(60, seed=4)
+    expected = random_states.answers_alone(folder, requests)
+    found = await random_states.answers_of_clients(folder, requests, kill_every=40, seed=4)
+    assert all(found)
+    assert found == [one[: len(own)] for one, own in zip(expected, found, strict=True)]
+    assert any(len(own) < len(one) for one, own in zip(expected, found, strict=True))

@@ -1,0 +1,122 @@
+"""Random requests to a model with states, compared with a run without caching.
+
+The suite asks 300. A soak asks more, and kills the core every so many:
+
+    python -m tests.models.random_states --requests 10000 --kill-every 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests import checkpoints
+from tests.models.architectures import ARCHITECTURES
+from tests.references import Reference
+from toolkit import LLM, AsyncLLM, SamplingParams
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
+SMALL: dict[str, Any] = {
+    "num_gpu_blocks_override": 40,
+    "state_cache_gib": 1e-4,
+    "max_model_len": 448,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 90,
+}
+"""Too few blocks and snapshots for all requests."""
+CLIENTS = 24
+Request = tuple[list[int], SamplingParams]
+
+
+def hybrid() -> Reference:
+    """Return a decoder with gated delta nets and attention, MLPs and experts."""
+    family, settings = ARCHITECTURES["qwen3-next"]
+    longer = {"max_position_embeddings": 512, "linear_num_value_heads": 4, "decoder_sparse_step": 2}
+    return checkpoints.make_model(family, settings | longer)
+
+
+def random_requests(count: int, seed: int) -> list[Request]:
+    """Return requests whose prompts form a tree."""
+    chance = random.Random(seed)
+    words = [[chance.randrange(250) for _ in range(chance.randrange(20, 90))] for _ in range(6)]
+    requests = []
+    for _ in range(count):
+        parts = words[: chance.randrange(4)] + [chance.choice(words) for _ in range(2)]
+        prompt = [token for part in parts for token in part][: chance.randrange(20, 330)]
+        tokens = chance.choice((1, 5, 20, 66))
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        requests.append((prompt, params))
+    return requests
+
+
+def answers(llm: LLM, requests: list[Request]) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+    found = llm.generate(prompts, [params for _, params in requests], use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in found]
+
+
+def answers_alone(folder: Path, requests: list[Request]) -> list[list[int]]:
+    llm = LLM(str(folder), **SETTINGS, max_num_seqs=16, enable_prefix_caching=False)
+    found = answers(llm, requests)
+    llm.shutdown()
+    return found
+
+
+async def answers_of_clients(
+    folder: Path, requests: list[Request], *, kill_every: int, seed: int
+) -> list[list[int]]:
+    """Return the tokens that clients got, some of whom left early. Kill the core meanwhile."""
+    chance, clients = random.Random(seed), asyncio.Semaphore(CLIENTS)
+    leaves = [chance.randrange(1, 20) if chance.random() < 0.2 else 0 for _ in requests]
+    done = 0
+
+    async def ask(llm: AsyncLLM, index: int) -> list[int]:
+        nonlocal done
+        prompt, params = requests[index]
+        tokens: list[int] = []
+        async with clients:
+            async for output in llm.generate({"prompt_token_ids": prompt}, params):
+                tokens = list(output.outputs[0].token_ids)
+                if leaves[index] and len(tokens) >= leaves[index]:
+                    break
+        done += 1
+        if done % kill_every == 0:
+            psutil.Process(llm.replicas[0].link.pid).kill()
+        return tokens
+
+    async with AsyncLLM(str(folder), **SETTINGS, **SMALL) as llm:
+        return await asyncio.gather(*(ask(llm, index) for index in range(len(requests))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--kill-every", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    requests = random_requests(given.requests, given.seed)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as path:
+        folder = checkpoints.save(hybrid(), Path(path))
+        expected = answers_alone(folder, requests)
+        found = asyncio.run(
+            answers_of_clients(folder, requests, kill_every=given.kill_every, seed=given.seed)
+        )
+    left = sum(len(a) < len(b) for a, b in zip(found, expected, strict=True))
+    wrong = [i for i, one in enumerate(found) if not one or one != expected[i][: len(one)]]
+    print(
+        f"{len(requests):,} requests, {left:,} left early, {len(requests) // given.kill_every} "
+        f"kills, {time.monotonic() - begin:.0f} s: {len(wrong)} differ {wrong[:10]}"
+    )
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
