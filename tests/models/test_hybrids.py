@@ -16,7 +16,10 @@ from tests.models.conftest import Case
 from tests.models.random_states import SETTINGS
 from tests.references import Reference
 from toolkit import LLM, SamplingParams
+from toolkit.config import CacheConfig
 from toolkit.kernels.table import TritonKernels
+from toolkit.models.memory import MemoryLayout, Part, RowMemory, TokenMemory
+from toolkit.worker.startup import cache_problem
 
 LENGTHS = 63, 64, 65, 130, 301
 COUNT = 6
@@ -161,6 +164,43 @@ def test_cached_tokens_are_those_of_snapshots(folder):
     llm.reset_prefix_cache()
     assert cached([first]) == [0]
     llm.shutdown()
+
+
+def test_fewer_requests_run_where_states_leave_no_room(model, folder, monkeypatch, caplog):
+    prompts = model.prompts(LENGTHS, COUNT, checkpoints.VOCAB)
+    monkeypatch.setattr(cache_problem, "REQUEST_SHARE", 1e-9)
+    llm = LLM(str(folder), **SETTINGS, max_num_seqs=4, state_cache_gib=0.0)
+    scheduler, running = engines.scheduler(llm), []
+    schedule = scheduler.schedule
+    monkeypatch.setattr(
+        scheduler, "schedule", lambda: [schedule(), running.append(len(scheduler.running))][0]
+    )
+    assert answers(llm, prompts) == [checkpoints.greedy(model, one, COUNT) for one in prompts]
+    assert max(running) == 1
+    assert "at most 1 requests run at once, not 4 (--max-num-seqs): the state" in caplog.text
+    llm.shutdown()
+
+
+def test_states_of_requests_come_before_blocks_and_snapshots():
+    row, token = RowMemory((Part(2, 512, in_float32=True),)), TokenMemory.of_keys(1, 8)
+    hybrid, plain = (
+        MemoryLayout.of(layers, block_size=16, itemsize=2, row_itemsize=2)
+        for layers in ([row, token], [token])
+    )
+    config = CacheConfig(swap_space=0.0)
+    limits = {"max_num_seqs": 10, "max_model_len": 64, "on_gpu": True}
+    roomy, short = (
+        cache_problem.count_parts(config, hybrid, room=room, **limits) for room in (1 << 20, 40960)
+    )
+    assert (hybrid.row_bytes, hybrid.block_bytes) == (4096, 512)
+    assert roomy.requests == 10
+    assert roomy.blocks == int(((1 << 20) - 11 * 4096) * 0.75) // 512
+    assert (short.requests, short.blocks) == (4, (40960 - 5 * 4096) * 3 // 4 // 512)
+    for counts in (roomy, short):
+        used = (counts.requests + 1 + counts.snapshots) * 4096 + counts.blocks * 512
+        assert used <= (1 << 20 if counts is roomy else 40960)
+    stage = cache_problem.count_parts(config, plain, room=40960, **limits)
+    assert (stage.requests, stage.snapshots) == (10, 80 * 16 // 64)  # it limits no other stage
 
 
 def test_random_requests_equal_those_alone(folder):

@@ -202,13 +202,9 @@ def estimate(
 
     def parts_of(weights: int, memory: Sequence[Memory]) -> CacheCounts:
         if not has_cache:
-            return CacheCounts(0, 0, 0)
+            return CacheCounts(0, 0, 0, 0)
         own = layout(memory, drafter=drafts)
-        return _count_parts(engine, device, weights, step, spare_of(own), own, max_model_len)
-
-    def spare_of(own: MemoryLayout) -> int:
-        num_rows = engine.scheduler.max_num_seqs + 1  # one for padding
-        return drafts_spare + num_rows * own.row_bytes + table
+        return _count_parts(engine, device, weights, step, drafts_spare + table, own, max_model_len)
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
     on_gpu = device.kind == "cuda"
@@ -216,7 +212,7 @@ def estimate(
     weights, memory = min(
         stages, key=lambda stage: (stage[0] + least <= device.free, parts_of(*stage)[0], -stage[0])
     )
-    num_blocks, num_host_blocks, num_snapshots = parts_of(weights, memory)
+    num_blocks, num_host_blocks, num_requests, num_snapshots = parts_of(weights, memory)
     own = layout(memory, drafter=drafts)
     block_bytes = own.block_bytes
     return Estimate(
@@ -240,14 +236,17 @@ def estimate(
             engine,
             device,
             free=device.free - weights - least,
-            cache=num_blocks * block_bytes + num_snapshots * own.row_bytes + spare_of(own),
+            cache=num_blocks * block_bytes
+            + (num_requests + 1 + num_snapshots) * own.row_bytes
+            + drafts_spare
+            + table,
             swap=num_host_blocks * block_bytes,
             tables=0 if on_gpu else steps.rows,
         ),
         drafter=drafter_weights,
         tower=0 if tower is None else tower.weights,
         pictures=table,
-        states=(engine.scheduler.max_num_seqs, num_snapshots, own.row_bytes),
+        states=(num_requests, num_snapshots, own.row_bytes),
         outside_windows=layout(described.memory).outside_windows(max_model_len),
     )
 
@@ -394,7 +393,8 @@ def _count_parts(
         cache,
         layout,
         room=room,
-        most_useful=engine.scheduler.max_num_seqs * -(-max_model_len // cache.block_size),
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
         on_gpu=device.kind == "cuda",
     )
 

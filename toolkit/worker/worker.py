@@ -201,10 +201,8 @@ class Worker:
         room: int | None
         if cache_sizing.is_measured(setup):
             with setup.explain_lack_for_steps():
-                # The content of the only cache block does not matter.
-                size = CacheSize(
-                    1, 0, setup.max_model_len, setup.max_num_seqs if layout.row_bytes else 0
-                )
+                # The contents of the only cache block and of the only state do not matter.
+                size = CacheSize(1, 0, setup.max_model_len, int(layout.row_bytes > 0))
                 self.runner = factory.make(size)
                 info = describe_worker(setup, loaded, backend, size, layout)
                 room = cache_sizing.measure_room(setup, self.runner, info, wait_for_weights)

@@ -10,6 +10,9 @@ from toolkit.units import GIB, size
 
 STATE_SHARE = 0.25
 """Share of a cache's memory for snapshots of states, if --state-cache-gib is not given."""
+REQUEST_SHARE = 0.5
+"""Largest share for the states of requests. If it is too small for --max-num-seqs, they take those
+of snapshots, and then wait."""
 
 
 class CacheCounts(NamedTuple):
@@ -17,18 +20,32 @@ class CacheCounts(NamedTuple):
 
     blocks: int  # on the device
     host_blocks: int
+    requests: int  # for whose states there is room, if the model has any
     snapshots: int  # of states
 
 
 def count_parts(
-    config: CacheConfig, layout: MemoryLayout, *, room: int, most_useful: int, on_gpu: bool
+    config: CacheConfig,
+    layout: MemoryLayout,
+    *,
+    room: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    on_gpu: bool,
 ) -> CacheCounts:
-    """Return the parts of a cache.
+    """Return the parts of a cache. `room`: free bytes for it.
 
-    `room`: free bytes for it. `most_useful`: blocks of max_num_seqs full-length requests; on a CPU,
-    more would waste memory, and blocks without bytes are of no use. Requests with states are not
-    swapped: they cannot continue from blocks alone. Snapshots are at most those of all blocks."""
-    block_bytes, room = layout.block_bytes, max(0, room)
+    On a CPU, blocks for more than max_num_seqs requests of full length would waste memory, and
+    blocks without bytes are of no use. Requests with states are not swapped: they cannot continue
+    from blocks alone. Snapshots are at most those of all blocks."""
+    block_bytes, room, requests = layout.block_bytes, max(0, room), max_num_seqs
+    is_given = config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None
+    if layout.row_bytes:
+        if not is_given:  # one slot is no request's
+            fitting = int(room * REQUEST_SHARE) // layout.row_bytes - 1
+            requests = max(1, min(max_num_seqs, fitting))
+        room = max(0, room - (requests + 1) * layout.row_bytes)
+    most_useful = max_num_seqs * -(-max_model_len // config.block_size)
     swap = config.swap_space if config.swap_space is not None else 4.0 * on_gpu
     host = int(swap * GIB) // block_bytes if block_bytes and not layout.row_bytes else 0
     for_states = int((config.state_cache_gib or 0.0) * GIB)
@@ -44,13 +61,13 @@ def count_parts(
     else:
         blocks = max(0, room - for_states * (layout.row_bytes > 0)) // block_bytes
         blocks = blocks if on_gpu else min(blocks, most_useful)
-    if not layout.row_bytes:
-        return CacheCounts(blocks, host, 0)
-    is_given = config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None
+    most_snapshots = blocks * config.block_size // GRAIN
+    if not layout.row_bytes:  # of a pipeline stage, perhaps: it limits no other
+        return CacheCounts(blocks, host, requests, most_snapshots)
     if has_share and is_given and block_bytes:
         for_states = int(blocks * block_bytes * STATE_SHARE / (1 - STATE_SHARE))
-    most_snapshots = blocks * config.block_size // GRAIN
-    return CacheCounts(blocks, host, min(for_states // layout.row_bytes, most_snapshots))
+    snapshots = min(for_states // layout.row_bytes, most_snapshots)
+    return CacheCounts(blocks, host, requests, snapshots)
 
 
 def table_bytes(

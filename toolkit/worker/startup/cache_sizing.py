@@ -10,6 +10,7 @@ from toolkit.errors import OutOfMemoryError
 from toolkit.hardware import memory
 from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.models.memory import MemoryLayout
+from toolkit.units import size
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.runner import Runner
 from toolkit.worker.startup import memory_budget
@@ -81,11 +82,21 @@ def choose_size(
         cache,
         layout,
         room=room,
-        most_useful=setup.max_num_seqs * -(-max_model_len // cache.block_size),
+        max_num_seqs=setup.max_num_seqs,
+        max_model_len=max_model_len,
         on_gpu=on_gpu,
     )
     world = setup.place.world
-    num_blocks, num_host_blocks, num_snapshots = (world.minimum(number) for number in counts)
+    num_blocks, num_host_blocks, num_requests, num_snapshots = map(world.minimum, counts)
+    has_states = world.minimum(-bool(layout.row_bytes)) < 0  # on any stage
+    num_state_slots = num_requests + num_snapshots if has_states else 0
+    if has_states and num_state_slots < setup.max_num_seqs and world.rank == 0:
+        logger.warning(
+            "at most %d requests run at once, not %d (--max-num-seqs): the state of each takes %s",
+            num_state_slots,
+            setup.max_num_seqs,
+            size(layout.row_bytes),
+        )
     overridden = (
         cache.num_gpu_blocks_override is not None and setup.config.model.max_model_len is None
     )
@@ -103,7 +114,7 @@ def choose_size(
         free=free,
         cache=0
         if on_gpu
-        else num_blocks * block_bytes + num_snapshots * layout.row_bytes + spare_bytes,
+        else num_blocks * block_bytes + (num_state_slots + 1) * layout.row_bytes + spare_bytes,
         swap=num_host_blocks * block_bytes,
         tables=0
         if on_gpu
@@ -112,6 +123,4 @@ def choose_size(
     )
     if problem is not None:
         raise OutOfMemoryError(problem)
-    has_states = world.minimum(-bool(layout.row_bytes)) < 0  # on any stage
-    num_state_slots = setup.max_num_seqs + num_snapshots if has_states else 0
     return CacheSize(num_blocks, num_host_blocks, max_model_len, num_state_slots)

@@ -80,12 +80,12 @@ class RunnerFactory:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes in addition to blocks: for positions of drafts, pictures, and what rows keep."""
+        """Bytes in addition to blocks and states: for positions of drafts, and pictures."""
         num_rows, spare = self._setup.max_num_seqs + 1, 0
         if self._drafter is not None:
             spare = num_rows * self._drafter.spare_blocks(self._block_size)
         table = self._sight.table_bytes if self._table is not None and self._sight else 0
-        return table + spare * self.layout.drafts.block_bytes + num_rows * self.layout.row_bytes
+        return table + spare * self.layout.drafts.block_bytes
 
     def make(self, size: CacheSize) -> Runner:
         """Return a runner. The size is that of the model's cache."""

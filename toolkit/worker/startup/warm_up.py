@@ -279,7 +279,8 @@ class WarmUp:
                 for row in range(num_requests)
             ],
         )
-        step.state_reads = step.state_writes = step.rows
+        # Requests may share states, too.
+        step.state_reads = step.state_writes = step.rows % max(1, self._info.num_state_slots)
         step.state_keeps = np.full((num_requests, 2), -1, np.int32)
         if is_constrained:
             step.constrained = np.arange(num_requests)
