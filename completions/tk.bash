@@ -11,7 +11,7 @@ _tk_table() {
             places=("serve chat run bench top models pull show rm config doctor verify collect-env man completion")
             ;;
         "tk serve")
-            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --host --port --uds --root-path --served-model-name --api-key --api-key-file --admin-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-hosts --allowed-methods --allowed-headers --allow-credentials --no-allow-credentials --forwarded-allow-ips --max-queue --max-queue-tokens --max-requests-per-key --requests-per-minute --request-timeout --shutdown-timeout --api-workers --strict --no-strict --trust-request-chat-template --no-trust-request-chat-template --allow-special-tokens-in-messages --no-allow-special-tokens-in-messages --tool-call-parser --reasoning-parser --sse-keep-alive --metrics-prefix --log-level --log-format --disable-log-requests --no-disable-log-requests --disable-log-stats --no-disable-log-stats --uvicorn-log-level --disable-uvicorn-access-log --no-disable-uvicorn-access-log --otlp-traces-endpoint --middleware --tool-parser-plugin --reasoning-parser-plugin --lora-modules --lora-dir --enable-lora --no-enable-lora --allow-runtime-lora --no-allow-runtime-lora --max-loras --max-cpu-loras --max-lora-rank --lora-embeddings --no-lora-embeddings --speculative-config --logits-processors --strict-plugins --no-strict-plugins --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --limit-mm-per-prompt --mm-cache-gib --mm-processor-kwargs --allowed-local-media-path --allowed-media-domains --dry-run --no-dry-run --json --no-json --config --help-all -h --help"
+            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --host --port --uds --root-path --served-model-name --api-key --api-key-file --admin-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-hosts --allowed-methods --allowed-headers --allow-credentials --no-allow-credentials --forwarded-allow-ips --max-queue --max-queue-tokens --max-requests-per-key --requests-per-minute --request-timeout --shutdown-timeout --api-workers --strict --no-strict --trust-request-chat-template --no-trust-request-chat-template --allow-special-tokens-in-messages --no-allow-special-tokens-in-messages --tool-call-parser --reasoning-parser --sse-keep-alive --metrics-prefix --log-level --log-format --disable-log-requests --no-disable-log-requests --disable-log-stats --no-disable-log-stats --uvicorn-log-level --disable-uvicorn-access-log --no-disable-uvicorn-access-log --otlp-traces-endpoint --middleware --tool-parser-plugin --reasoning-parser-plugin --lora-modules --lora-dir --enable-lora --no-enable-lora --allow-runtime-lora --no-allow-runtime-lora --max-loras --max-cpu-loras --max-lora-rank --lora-embeddings --no-lora-embeddings --speculative-config --logits-processors --strict-plugins --no-strict-plugins --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --limit-mm-per-prompt --mm-cache-gib --mm-processor-kwargs --allowed-local-media-path --allowed-media-domains --dry-run --no-dry-run --json --no-json --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --model|--tokenizer) kind="@MODEL" ;;
@@ -27,6 +27,7 @@ _tk_table() {
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
                 --kv-cache-dtype) kind="auto fp8" ;;
+                --mamba-ssm-cache-dtype) kind="auto float32 bfloat16" ;;
                 --scheduling-policy) kind="fcfs priority" ;;
                 --distributed-executor-backend) kind="mp ray" ;;
             esac
@@ -43,7 +44,7 @@ _tk_table() {
             esac
             ;;
         "tk run")
-            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --prompt --system --image --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --raw --no-raw --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --prompt --system --image --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --raw --no-raw --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL" "@ANY")
             case "$1" in
                 --model|--tokenizer) kind="@MODEL" ;;
@@ -57,6 +58,7 @@ _tk_table() {
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
                 --kv-cache-dtype) kind="auto fp8" ;;
+                --mamba-ssm-cache-dtype) kind="auto float32 bfloat16" ;;
                 --scheduling-policy) kind="fcfs priority" ;;
                 --distributed-executor-backend) kind="mp ray" ;;
             esac
@@ -104,7 +106,7 @@ _tk_table() {
             esac
             ;;
         "tk bench offline")
-            flags="--temperature --repeats --profile --json --no-json --num-prompts --min-len --max-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--temperature --repeats --profile --json --no-json --num-prompts --min-len --max-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --temperature|--repeats|--num-prompts|--min-len|--max-len|--revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--state-cache-gib|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
@@ -118,12 +120,13 @@ _tk_table() {
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
                 --kv-cache-dtype) kind="auto fp8" ;;
+                --mamba-ssm-cache-dtype) kind="auto float32 bfloat16" ;;
                 --scheduling-policy) kind="fcfs priority" ;;
                 --distributed-executor-backend) kind="mp ray" ;;
             esac
             ;;
         "tk bench latency")
-            flags="--temperature --repeats --profile --json --no-json --batch-sizes --input-len --output-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--temperature --repeats --profile --json --no-json --batch-sizes --input-len --output-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --temperature|--repeats|--batch-sizes|--input-len|--output-len|--revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--state-cache-gib|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
@@ -137,12 +140,13 @@ _tk_table() {
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
                 --kv-cache-dtype) kind="auto fp8" ;;
+                --mamba-ssm-cache-dtype) kind="auto float32 bfloat16" ;;
                 --scheduling-policy) kind="fcfs priority" ;;
                 --distributed-executor-backend) kind="mp ray" ;;
             esac
             ;;
         "tk bench prefill")
-            flags="--temperature --repeats --profile --json --no-json --num-prompts --input-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            flags="--temperature --repeats --profile --json --no-json --num-prompts --input-len --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --temperature|--repeats|--num-prompts|--input-len|--revision|--max-model-len|--hf-overrides|--rope-scaling|--seed|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--state-cache-gib|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
@@ -156,6 +160,7 @@ _tk_table() {
                 --device) kind="auto cuda cpu" ;;
                 --attention-backend) kind="auto torch cpu triton flash" ;;
                 --kv-cache-dtype) kind="auto fp8" ;;
+                --mamba-ssm-cache-dtype) kind="auto float32 bfloat16" ;;
                 --scheduling-policy) kind="fcfs priority" ;;
                 --distributed-executor-backend) kind="mp ray" ;;
             esac

@@ -6,11 +6,17 @@ import ctypes
 
 import torch
 
-from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
+from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel, available
 
 DTYPES = (torch.float32, torch.bfloat16)
 _delta_net = Kernel("tk_delta_net", POINTER, POINTER, POINTER, POINTER)
 _gate_rows = Kernel("tk_gate_rows", POINTER, POINTER, SIZE, SIZE, SIZE, SIZE)
+
+
+def supports(windows: torch.Tensor, states: torch.Tensor) -> bool:
+    """Return True if there are kernels for these of a layer."""
+    types = windows.dtype in DTYPES and states.dtype == torch.float32
+    return types and windows.device.type == "cpu" and available()
 
 
 class _Net(ctypes.Structure):

@@ -44,10 +44,17 @@ def step_of(kernels, given: Sequences, kind: str, device: torch.device):
     return kernels.recurrent_step(*there[:2], int(lengths.sum()), int(lengths.max()), *there[2:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize(("k_size", "v_size"), [(8, 5), (16, 48)])
-def test_kernels_compute_a_delta_net(kernels, device, kind, dtype, k_size, v_size):
+def test_kernels_compute_a_delta_net(kernels, device, kind, dtype, state_dtype, k_size, v_size):
     """Heads smaller than a block of columns, and of several and a part of one."""
     torch.manual_seed(0)
     lengths = LENGTHS[kind]
@@ -58,7 +65,7 @@ def test_kernels_compute_a_delta_net(kernels, device, kind, dtype, k_size, v_siz
     kernel, norm = torch.randn(channels, WIDTH).to(dtype), torch.randn(v_size).to(dtype)
     a_log, time = torch.randn(2, V_HEADS)
     windows = torch.randn(SLOTS, WIDTH - 1, channels).to(dtype)
-    states = torch.randn(SLOTS, V_HEADS, k_size, v_size)
+    states = torch.randn(SLOTS, V_HEADS, k_size, v_size).to(state_dtype)
     states[READS[-1]], windows[READS[-1]] = torch.nan, torch.nan
     own_windows, own_states = windows.to(device, copy=True), states.to(device, copy=True)
 

@@ -181,6 +181,26 @@ def test_fewer_requests_run_where_states_leave_no_room(model, folder, monkeypatc
     llm.shutdown()
 
 
+def test_states_in_bfloat16_take_half_the_memory_and_change_little(model, folder):
+    [prompt] = model.prompts(LENGTHS, COUNT, checkpoints.VOCAB)[-1:]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for name in ("auto", "bfloat16"):
+        llm = LLM(str(folder), **SETTINGS, mamba_ssm_cache_dtype=name, max_num_batched_tokens=7)
+        [result] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        given = zip(prompt[1:], result.prompt_logprobs[1:], strict=True)
+        found.append(torch.tensor([one[token].logprob for token, one in given]))
+        llm.shutdown()
+    exact, rounded = found
+    assert 1e-5 < float((exact - rounded).abs().median()) < 0.01
+    windows, states = Part(3, 20), Part(2, 64, in_float32=True)
+    wide, narrow = (
+        MemoryLayout.of([RowMemory((windows, states))], 16, 2, 2, name).row_bytes
+        for name in ("float32", "bfloat16")
+    )
+    assert (wide, narrow) == (120 + 512, 120 + 256)
+
+
 def test_states_of_requests_come_before_blocks_and_snapshots():
     row, token = RowMemory((Part(2, 512, in_float32=True),)), TokenMemory.of_keys(1, 8)
     hybrid, plain = (

@@ -177,6 +177,11 @@ class CacheConfig:
         maximum=MAX_GIB,
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of shared prefixes.")
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto",
+        "Data type of the states of recurrent layers. auto: float32. bfloat16 takes half the "
+        "memory, and rounds each state in each step.",
+    )
     state_cache_gib: float | None = option(
         None,
         "Memory in GiB for states after prompts, of models with recurrent layers: with them, a "
@@ -184,6 +189,12 @@ class CacheConfig:
         minimum=0.0,
         maximum=MAX_GIB,
     )
+
+    @property
+    def state_type(self) -> Literal["float32", "bfloat16"]:
+        """Type of the states of recurrent layers."""
+        wanted = self.mamba_ssm_cache_dtype
+        return "float32" if wanted == "auto" else wanted
 
     def __post_init__(self) -> None:
         check_all(self)

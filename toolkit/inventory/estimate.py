@@ -169,6 +169,7 @@ def estimate(
         block_size=engine.cache.block_size,
         itemsize=TYPE_BYTES[cache_type],
         row_itemsize=TYPE_BYTES[dtype],
+        state_type=engine.cache.state_type,
         num_ranks=engine.parallel.tensor_parallel_size,
     )
     has_cache = bool(described.memory)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from toolkit.attention import AttentionBatch
 from toolkit.distributed import current_group, even_shard, full_shard
-from toolkit.kernels import cpu
 from toolkit.kernels.cpu import recurrent
 from toolkit.kernels.recurrent import Sequences, gated_delta_rule, gated_norm, short_convolution
 from toolkit.kernels.table import TritonKernels, kernels_for
@@ -129,7 +128,7 @@ class DeltaNetMix(Mix, Keeper):
         if (kernels := self._gpu) is not None:
             on_gpu = kernels.delta_net(*weights, *places)
             self._layer = lambda y, batch: on_gpu(y, gpu_step_of(batch, kernels))
-        elif cpu.available() and self.windows.dtype in recurrent.DTYPES and not self.kernel.is_cuda:
+        elif recurrent.supports(self.windows, self.states):
             on_cpu = recurrent.DeltaNet(*weights, *places)
             self._layer = lambda y, batch: on_cpu(y, _cpu_step_of(batch))
 

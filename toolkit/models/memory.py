@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
+
+StateType = Literal["float32", "bfloat16"]
+STATE_BYTES: dict[StateType, int] = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class Part:
     num_heads: int
     size: int  # of a head's vector
     in_float32: bool = False
-    """Else in the type of --kv-cache-dtype; a memory of rows, in that of the activations."""
+    """Or as --mamba-ssm-cache-dtype says. Else as --kv-cache-dtype does; a memory of rows, in the
+    type of the activations."""
 
     def on_rank(self, num_ranks: int) -> Part:
         return replace(self, num_heads=max(1, self.num_heads // num_ranks))
@@ -69,6 +73,7 @@ class MemoryLayout:
     block_size: int  # tokens
     itemsize: int  # bytes of an element in blocks
     row_itemsize: int  # and in the memory of rows
+    state_type: StateType = "float32"  # of its parts that are `in_float32`
     drafter: tuple[Memory, ...] = ()  # of the drafter's layers, which have the same blocks
 
     @classmethod
@@ -78,6 +83,7 @@ class MemoryLayout:
         block_size: int,
         itemsize: int,
         row_itemsize: int,
+        state_type: StateType = "float32",
         *,
         drafter: Iterable[Memory] = (),
         num_ranks: int = 1,
@@ -90,7 +96,7 @@ class MemoryLayout:
             )
             for those in (layers, drafter)
         )
-        return cls(own, block_size, itemsize, row_itemsize, drafts)
+        return cls(own, block_size, itemsize, row_itemsize, state_type, drafts)
 
     @property
     def drafts(self) -> Self:
@@ -106,7 +112,7 @@ class MemoryLayout:
     def row_bytes(self) -> int:
         """Bytes of a request's memory of rows in all layers."""
         return sum(
-            part.count * (4 if part.in_float32 else self.row_itemsize)
+            part.count * (STATE_BYTES[self.state_type] if part.in_float32 else self.row_itemsize)
             for one in (*self.layers, *self.drafter)
             if isinstance(one, RowMemory)
             for part in one.parts

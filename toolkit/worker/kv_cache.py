@@ -9,7 +9,7 @@ import torch
 from toolkit.attention import Backends
 from toolkit.errors import ConfigError
 from toolkit.hardware.memory import lazy_zeros
-from toolkit.models.memory import MemoryLayout, RowMemory, TokenMemory
+from toolkit.models.memory import MemoryLayout, RowMemory, StateType, TokenMemory
 from toolkit.models.model import Model
 from toolkit.weights.kinds import fp8
 
@@ -20,11 +20,15 @@ SWAP_PIECE = 2**26  # bytes per copy between device and host
 class RowStates:
     """The tensors of layers' memory of rows: [num_slots, heads, size]."""
 
-    def __init__(self, model: Model, *, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, model: Model, state_type: StateType, *, num_slots: int, device: torch.device
+    ) -> None:
+        """`state_type`: of parts that are `in_float32` by default."""
         self._tensors: list[torch.Tensor] = []
+        state_dtype: torch.dtype = getattr(torch, state_type)
         for keeper in model.keepers():
             if isinstance(memory := keeper.memory, RowMemory):
-                types = (torch.float32 if part.in_float32 else model.dtype for part in memory.parts)
+                types = (state_dtype if part.in_float32 else model.dtype for part in memory.parts)
                 own = [
                     lazy_zeros((num_slots, part.num_heads, part.size), dtype, device)
                     for part, dtype in zip(memory.parts, types, strict=True)

@@ -89,7 +89,8 @@ class Runner:
         self.adapters, self.features, self.device = adapters, features, state.device
         self.caches, self._computing = caches, computing
         caches[0].bind(model, backends)
-        self._states = RowStates(model, num_slots=state.num_slots, device=state.device)
+        state_type = caches[0].layout.state_type
+        self._states = RowStates(model, state_type, num_slots=state.num_slots, device=state.device)
         self._spoils = checks_memory()
         if not model.stage.is_first:
             shape = state.max_tokens, model.hidden_size

@@ -75,6 +75,7 @@ class RunnerFactory:
             self._block_size,
             self._cache_dtype.itemsize,
             model.dtype.itemsize,
+            setup.config.cache.state_type,
             drafter=drafts,
         )
 
