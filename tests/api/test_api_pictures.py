@@ -51,7 +51,7 @@ def server(folder: Path, media: Path) -> Iterator[Server]:
         str(folder),
         *("--served-model-name", "tiny", "--num-gpu-blocks-override", "300"),
         *("--limit-mm-per-prompt", "image=3", "--trust-request-chat-template"),
-        *("--allowed-local-media-path", str(media)),
+        *("--allowed-local-media-path", str(media), "--mm-cache-gib", "0.001"),
         cwd=folder.parent,
     )
     yield served
@@ -74,6 +74,7 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 @pytest.fixture(scope="module")
 def llm(folder: Path, media: Path) -> Iterator[LLM]:
     settings = {"device": "cpu", "num_threads": 1, "num_gpu_blocks_override": 300}
+    settings["mm_cache_gib"] = 0.001
     llm = LLM(str(folder), allowed_local_media_path=str(media), **settings)
     yield llm
     llm.shutdown()
@@ -549,7 +550,7 @@ def test_servers_check_where_pictures_are_from(
 
 def test_api_workers_take_pictures(folder: Path, llm: LLM, tmp_path: Path) -> None:
     server = Server(str(folder), "--api-workers", "2", "--num-gpu-blocks-override", "300",
-                    cwd=tmp_path)  # fmt: skip
+                    "--mm-cache-gib", "0.001", cwd=tmp_path)  # fmt: skip
     try:
         body = SAMPLING | {"model": None, "messages": user(image_url())} | MORE
         done = server.http.post(CHAT, json=body).json()

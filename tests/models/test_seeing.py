@@ -31,7 +31,11 @@ from toolkit.weights.loading.loader import load_weights, tensor_names
 from toolkit.worker.axes import axis_positions, shift_after
 from toolkit.worker.picture_encoder import PictureEncoder
 
-SETTINGS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
+pytestmark = pytest.mark.usefixtures("forked_processes")
+# The memory of pictures is small: each step of a test checks all of its pages.
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "num_threads": 1, "dtype": "float32", "mm_cache_gib": 0.001,
+}  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
     "all at once": {},
     "chunks through pictures": {"max_num_batched_tokens": 13, "max_num_seqs": 4},
@@ -117,7 +121,7 @@ def answers(llm: LLM, asked: tuple[Asked, ...] = ASKED) -> list[list[int]]:
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_answers_equal_transformers(folder, pools, name, mode):
-    llm = LLM(str(folder(name)), **SETTINGS, **MODES[mode])
+    llm = LLM(str(folder(name)), **SETTINGS | MODES[mode])
     expected = [answer(name, one) for one in ASKED]
     num_preempted = (
         engines.count_stats(llm, "num_preemptions") if "swap_space" in MODES[mode] else None

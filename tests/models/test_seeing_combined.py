@@ -119,7 +119,7 @@ def test_what_would_lose_pictures_is_refused(folder):
 
 async def test_answers_survive_their_core(folder, forked_processes: None):
     """The next core asks for the pictures again."""
-    async with AsyncLLM(str(folder), device="cpu", num_threads=1, dtype="float32") as llm:
+    async with AsyncLLM(str(folder), **SETTINGS) as llm:
         long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
         async def run(wait: Callable[[], None] = lambda: None) -> list[int]:

@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with two API workers. The last test ends it."""
     root = tmp_path_factory.mktemp("pictures")
     folder = seeing.save(root / "seeing")
-    flags = ("--api-workers", "2", "--num-gpu-blocks-override", "300")
+    flags = ("--api-workers", "2", "--num-gpu-blocks-override", "300", "--mm-cache-gib", "0.001")
     served = Server(str(folder), *flags, cwd=root)
     yield served
     served.stop()
