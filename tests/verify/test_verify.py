@@ -101,6 +101,11 @@ def wrong_mean_of_pixels(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plant", [None, wrong_mean_of_pixels])
 def test_last_prompt_has_a_picture(tk_here, monkeypatch, tmp_path, plant):
     monkeypatch.setattr(pictures, "PicturePool", pictured.InlinePool)
+
+    def load(config: EngineConfig) -> LLM:
+        return LLM(config=config.with_settings(mm_cache_gib=0.001))  # each step checks its pages
+
+    monkeypatch.setattr(engines, "LLM", load)
     if plant is not None:
         plant(monkeypatch)
     folder = pictured.save("gemma3", tmp_path)
