@@ -21,6 +21,7 @@ from toolkit.kernels.table import TritonKernels
 from toolkit.models.memory import MemoryLayout, Part, RowMemory, TokenMemory
 from toolkit.worker.startup import cache_problem
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
 LENGTHS = 63, 64, 65, 130, 301
 COUNT = 6
 MODES: dict[str, dict[str, Any]] = {
