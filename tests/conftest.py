@@ -126,6 +126,7 @@ def forked_processes(fork_server: ForkServer | None) -> Iterator[None]:
     def start(*arguments: Any, **options: Any) -> ForkedProcess:
         return ForkedProcess(fork_server, *arguments, **options)
 
+    gc.freeze()  # each group of ranks collects garbage at its end: see `frozen_heap`
     with pytest.MonkeyPatch.context() as patch:
         for module in (core_client, local_ranks):
             ours = types.SimpleNamespace(**vars(subprocess) | {"Popen": start})
