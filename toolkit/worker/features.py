@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.attention import AttentionBatch, FeatureRows
-from toolkit.hardware.memory import to_device
+from toolkit.hardware.memory import lazy_zeros, to_device
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import Encode
 from toolkit.sequence import Feature
@@ -30,7 +30,7 @@ class FeatureTable:
         self.encoder, self.most_rows = encoder, most_rows
         self._rows_per_page, self._device = rows_per_page, encoder.device
         shape, dtype = (num_pages * rows_per_page, encoder.row_size), encoder.tower.dtype
-        self.rows = torch.zeros(shape, dtype=dtype, device=self._device)
+        self.rows = lazy_zeros(shape, dtype, self._device)
         self._pages: dict[bytes, Ints] = {}
 
     def load(self, loads: Sequence[Encode]) -> None:
