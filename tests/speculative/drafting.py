@@ -57,9 +57,9 @@ def drafting_engine(
 
 @contextmanager
 def few_measured_steps() -> Iterator[None]:
-    """Measure steps of two sizes at startup. No test depends on what they take."""
+    """Measure steps of one request and of all at startup. No test depends on what they take."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.worker.startup.warm_up.STEP_SIZES", (1, 2))
+        patch.setattr("toolkit.worker.startup.warm_up.STEP_SIZES", (1,))
         yield
 
 
