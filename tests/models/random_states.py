@@ -4,7 +4,7 @@ The suite asks 300. A soak asks more, and kills the core every so many:
 
     python -m tests.models.random_states --requests 10000 --kill-every 3000
 
-A core that ends four times within a few minutes is not started again.
+A core that ends four times, each within a minute, is not started again.
 """
 
 from __future__ import annotations
