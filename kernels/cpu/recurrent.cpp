@@ -12,12 +12,12 @@ constexpr int kColumns = 4;  // vectors of a state's columns that are updated to
 // Mirror of `_Net` in recurrent.py. Channels are queries, keys and values, head after head.
 struct Net {
   const float *kernel;          // [width, channels]
-  const float *rate, *time;     // [v_heads]
+  const float *decay, *time;    // [v_heads]
   const float *norm;            // [v_size]
   void* windows;                // [slots, width - 1, channels], in the type of the inputs
   float* states;                // [slots, v_heads, k_size, v_size]
   int64_t k_heads, v_heads, k_size, v_size, width, is_bf16;
-  float eps;
+  float eps, rate;
 };
 
 // Mirror of `_Step` in recurrent.py: [num_reqs] each, starts one more.
@@ -177,9 +177,9 @@ void run_head(const Net& net, const RecurrentStep& step, const T* y, T* out, int
     for (int64_t i = 0; i < group; ++i) {
       const int64_t v_head = head * group + i;
       const T* const gates = row + channels + values;
-      const float beta = sigmoid(to_float(gates[v_head]));
+      const float beta = net.rate * sigmoid(to_float(gates[v_head]));
       const float a = to_float(gates[net.v_heads + v_head]) + net.time[v_head];
-      const float decay = std::exp(net.rate[v_head] * softplus(a));
+      const float decay = std::exp(net.decay[v_head] * softplus(a));
       update_state(state + i * matrix, net.k_size, net.v_size, mixed, mixed + net.k_size,
                    mixed + 2 * net.k_size + i * net.v_size, decay, beta, read);
       gated_norm(read, row + channels + v_head * net.v_size, net.norm, net.eps, net.v_size,

@@ -23,9 +23,10 @@ class _Net(ctypes.Structure):
     """Mirror of `Net` in recurrent.cpp."""
 
     _fields_ = [  # ctypes wants a list
-        *((name, POINTER) for name in ("kernel", "rate", "time", "norm", "windows", "states")),
+        *((name, POINTER) for name in ("kernel", "decay", "time", "norm", "windows", "states")),
         *((name, SIZE) for name in ("k_heads", "v_heads", "k_size", "v_size", "width", "is_bf16")),
         ("eps", FLOAT),
+        ("rate", FLOAT),
     ]
 
 
@@ -70,7 +71,8 @@ class RecurrentStep:
 class DeltaNet:
     """A layer: `recurrent.short_convolution`, `gated_delta_rule` and `gated_norm`.
 
-    kernel: [channels, width]; a_log, time: [v_heads]; norm: [v_size]; windows: [slots, width - 1,
+    kernel: [channels, width]; a_log, time: [v_heads]; norm: [v_size]; rate: see
+    `describe.DeltaNet`; windows: [slots, width - 1,
     channels] in fp32 or bfloat16, as the rows; states: fp32 [slots, v_heads, k_size, v_size].
     Raises ValueError for others."""
 
@@ -81,6 +83,7 @@ class DeltaNet:
         time: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
+        rate: float,
         windows: torch.Tensor,
         states: torch.Tensor,
         num_k_heads: int,
@@ -107,6 +110,7 @@ class DeltaNet:
             *(tensor.data_ptr() for tensor in self._tensors),
             *(num_k_heads, v_heads, k_size, v_size, width, self.dtype == torch.bfloat16),
             eps,
+            rate,
         )
         self._address = ctypes.addressof(self._net)
 

@@ -424,13 +424,13 @@ def compile_recurrent() -> None:
         ("start_ptr", "length_ptr", "read_ptr", "write_ptr", "keep_ptr", "after_ptr"), "*i32"
     )
     types |= {"chunk_ptr": "*i32", "chunk_start_ptr": "*i32", "eps": "fp32"}
-    types |= dict.fromkeys(("rate_ptr", "time_ptr", "state_ptr"), "*fp32")
+    types |= dict.fromkeys(("decay_ptr", "time_ptr", "state_ptr"), "*fp32")
     net = {"K_HEADS": 16, "GROUP": 2, "K_SIZE": 128, "V_SIZE": 128, "K_BLOCK": 128}
-    step = {"V_BLOCK": 64, "NORM_BLOCK": 128, "WIDTH": 4, "PDL": True}
+    step = {"RATE": 2.0, "V_BLOCK": 64, "NORM_BLOCK": 128, "WIDTH": 4, "PDL": True}
     compile_kernel("delta net, one token", _delta_step_kernel, types, net | step, 4, 3)
     chunks = net | {"CHUNK": 64, "EXACT": False}
     matrices = types | {"read_ptr": "*bf16"}
-    compile_kernel("delta net, systems", _solve_kernel, matrices, chunks, 4, 3)
+    compile_kernel("delta net, systems", _solve_kernel, matrices, chunks | {"RATE": 1.0}, 4, 3)
     compile_kernel("delta net, states", _scan_kernel, types, chunks | {"V_BLOCK": 32}, 4, 2)
     norm = {"V_HEADS": 32, "V_SIZE": 128, "V_BLOCK": 128, "CHUNK": 64}
     compile_kernel("delta net, gated norm", _gated_norm_kernel, types, norm, 4, 3)

@@ -26,6 +26,8 @@ from toolkit.kernels.recurrent import (
 
 pytest.importorskip("triton")
 
+RATE = 1.5
+
 
 @pytest.fixture(scope="module")
 def kernels(triton):
@@ -54,7 +56,9 @@ def step_of(kernels, given: Sequences, kind: str, device: torch.device):
 )
 @pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize(("k_size", "v_size"), [(8, 5), (16, 48)])
-def test_kernels_compute_a_delta_net(kernels, device, kind, dtype, state_dtype, k_size, v_size):
+def test_kernels_compute_a_delta_net(
+    kernels, device, monkeypatch, kind, dtype, state_dtype, k_size, v_size
+):
     """Heads smaller than a block of columns, and of several and a part of one."""
     torch.manual_seed(0)
     lengths = LENGTHS[kind]
@@ -77,14 +81,17 @@ def test_kernels_compute_a_delta_net(kernels, device, kind, dtype, state_dtype, 
         *(one.reshape(-1, K_HEADS, k_size) for one in (q, k)),
         v.reshape(-1, V_HEADS, v_size),
         -a_log.exp() * F.softplus(a.float() + time),
-        b.float().sigmoid(),
+        RATE * b.float().sigmoid(),
         states,
         given,
     )
     gated_norm(expected, z.reshape(expected.shape), norm, eps)
 
+    if v_size > 16:  # several blocks of columns, as with many requests
+        monkeypatch.setattr("toolkit.kernels.triton.recurrent.delta_net.FEW_PROGRAMS", 0)
+        monkeypatch.setattr("toolkit.kernels.triton.recurrent.delta_net.VALUES_AT_ONCE", 32)
     weights = (one.to(device) for one in (kernel, a_log, time, norm))
-    layer = kernels.delta_net(*weights, eps, own_windows, own_states, K_HEADS)
+    layer = kernels.delta_net(*weights, eps, RATE, own_windows, own_states, K_HEADS)
     found = layer(y.to(device), step_of(kernels, given, kind, device)).cpu()
     bound = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(found, expected.flatten(1), **bound)
@@ -112,7 +119,8 @@ def test_kernels_compute_a_gated_convolution(kernels, device, kind, has_bias):
     torch.testing.assert_close(own_windows.cpu(), windows, equal_nan=True)
 
 
-def test_like_keys_do_not_grow(kernels, device):
+@pytest.mark.parametrize("rate", [1.0, 2.0])
+def test_like_keys_do_not_grow(kernels, device, rate):
     """A prompt of one repeated token: powers of its system have entries of 1e17."""
     torch.manual_seed(0)
     length, size = 130, 16
@@ -129,10 +137,10 @@ def test_like_keys_do_not_grow(kernels, device):
     _, k, v = F.silu(y[0, : 3 * size].double()).chunk(3)
     k = k / k.norm()
     for _ in range(length):
-        update = (v - expected[0, 0].T @ k) * torch.tensor(9.0).double().sigmoid()
+        update = (v - expected[0, 0].T @ k) * rate * torch.tensor(9.0).double().sigmoid()
         expected[0, 0] += k[:, None] * update
     there = [one.int().to(device) for one in tensors]
     step = kernels.recurrent_step(*there[:2], length, length, *there[2:])
     weights = (one.to(device) for one in (kernel, zeros, zeros, ones))
-    kernels.delta_net(*weights, 1e-6, windows.to(device), own, 1)(y.to(device), step)
+    kernels.delta_net(*weights, 1e-6, rate, windows.to(device), own, 1)(y.to(device), step)
     torch.testing.assert_close(own.cpu(), expected.float(), rtol=1e-4, atol=1e-4)

@@ -490,6 +490,20 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "Qwen3_5Moe",
         _HYBRID | _HYBRID_EXPERTS | {"linear_num_value_heads": 2, "tie_word_embeddings": True},
     ),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        _LLAMA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "rope_parameters": None,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         _LLAMA
@@ -690,6 +704,11 @@ OPTIONS: dict[str, dict] = {
     "qwen3-next": {
         "attention_bias": True, "norm_topk_prob": False, "decoder_sparse_step": 2,
     } | _EPS,
+    "olmo-hybrid": {
+        "attention_bias": True,
+        "linear_allow_neg_eigval": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    } | _EPS,
     "qwen3.5": {"attention_bias": True} | _EPS,
     "qwen3.5-moe": {"attention_bias": True} | _EPS,
     "seed-oss": {"attention_out_bias": False, "attention_bias": False, "mlp_bias": False} | _EPS,
@@ -713,7 +732,7 @@ WITH_EXPERTS = frozenset(
 )
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
 
-WITH_STATES = frozenset({"lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"})
+WITH_STATES = frozenset({"lfm2", "lfm2-moe", "olmo-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe"})
 """Models with a state for each request: no swap space."""
 
 OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})

@@ -116,6 +116,22 @@ def test_experts_are_one_tensor_or_several(checkpoint: Callable[[str], Path], tm
     assert first == second
 
 
+def test_norms_of_olmo_have_published_names_or_those_of_transformers(checkpoint, tmp_path):
+    folder = checkpoint("olmo-hybrid")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    renamed = {
+        name.replace("feedforward_layer_norm", "post_attention_layernorm")
+        if name.startswith("model.layers.1.")  # has attention
+        else name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    assert "model.layers.1.post_attention_layernorm.weight" in renamed
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    first, second = (answers(LLM(str(one), **SETTINGS), [[5, 6]]) for one in (folder, tmp_path))
+    assert first == second
+
+
 def test_layers_that_only_draft_are_not_read(model, folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

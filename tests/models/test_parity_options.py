@@ -39,6 +39,8 @@ OFF = {
     "gptj.scale_attn_weights": "not read, as in Transformers",
     "granitemoe.mlp_bias": "refused",
     "granitemoeshared.mlp_bias": "refused",
+    "olmo_hybrid.is_renamed": "of the tensors: `test_hybrids`",
+    "olmo_hybrid.rotates": "rope_parameters has rope_theta, or is null",
     "qwen3_5_moe_text.norm_topk_prob": "not read, as in Transformers",
     "qwen3_moe.qkv_bias": "not read, as in Transformers",
 }

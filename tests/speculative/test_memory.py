@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests import engines
-from tests.speculative.conftest import Rerun
 from tests.speculative.drafting import drafting_engine, save_llama
 from tests.speculative.test_eagle import LAYERS, eagle3_tensors, eagle_tensors, write
+from tests.worker.gpu_runners import Rerun
 from toolkit import LLM
 from toolkit.config import EngineConfig
 from toolkit.inventory.checkpoint import read_folder

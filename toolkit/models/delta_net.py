@@ -123,7 +123,8 @@ class DeltaNetMix(Mix, Keeper):
         """Make the kernels once weights and states are there."""
         if not self._is_loaded or self.windows is None:
             return
-        weights = self.kernel, self.a_log, self.dt_bias, self.norm_weight, self.net.eps
+        numbers = self.net.eps, self.net.rate
+        weights = self.kernel, self.a_log, self.dt_bias, self.norm_weight, *numbers
         places = self.windows, self.states, self.num_k_heads
         if (kernels := self._gpu) is not None:
             on_gpu = kernels.delta_net(*weights, *places)
@@ -150,7 +151,7 @@ class DeltaNetMix(Mix, Keeper):
             k.reshape(-1, self.num_k_heads, net.k_size),
             v.reshape(-1, self.num_v_heads, net.v_size),
             decay,
-            b.float().sigmoid(),
+            self.net.rate * b.float().sigmoid(),
             self.states,
             sequences,
         )
@@ -159,20 +160,26 @@ class DeltaNetMix(Mix, Keeper):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        return (self.net.group, self.net.width, *super().kind)
+        return (self.net.group, self.net.width, self.net.rate, *super().kind)
+
+    def _kernel_slots(self) -> Slots:
+        parts = torch.split(self.kernel[:, None], [shard.count for shard in self._channels])
+        names = [f"{name}.weight" for name in self.net.convolutions]
+        if len(names) > 1:
+            slots = zip(names, parts, self._channels, strict=True)
+            return {name: Slot(part, shards=(shard,)) for name, part, shard in slots}
+        kernel: list[Slot | JoinedSlot] = []
+        all_rows, total = full_shard(sum(shard.total for shard in self._channels)), 0
+        for part, shard in zip(parts, self._channels, strict=True):
+            order = range(total + shard.begin, total + shard.begin + shard.count)
+            kernel.append(Slot(part, shards=(all_rows,), order=tuple(order)))
+            total += shard.total
+        return {names[0]: joined_slot(kernel)}
 
     def slots(self) -> Slots:
-        kernel: list[Slot | JoinedSlot] = []
-        all_rows = full_shard(sum(shard.total for shard in self._channels))
-        first = total = 0
-        for shard in self._channels:
-            rows = self.kernel[first : first + shard.count, None]
-            order = range(total + shard.begin, total + shard.begin + shard.count)
-            kernel.append(Slot(rows, shards=(all_rows,), order=tuple(order)))
-            first, total = first + shard.count, total + shard.total
         shards = (self._v_heads,)
         return {
-            f"{self.net.convolution}.weight": joined_slot(kernel),
+            **self._kernel_slots(),
             self.net.decay: Slot(self.a_log, shards=shards),
             self.net.time: Slot(self.dt_bias, shards=shards),
             f"{self.net.norm}.weight": Slot(self.norm_weight),

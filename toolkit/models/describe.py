@@ -213,14 +213,15 @@ class DeltaNet(Mix):
     k: Source
     v: Source
     z: Source
-    b: Source  # its sigmoid says how much of what a key stood for is replaced
+    b: Source  # rate · its sigmoid says how much of what a key stood for is replaced
     a: Source  # the decay is -exp(A) · softplus(a + time)
     out: Source
     decay: str  # name of the tensor A
     time: str  # name of the tensor added to a
-    convolution: str  # name of its tensors, of the channels of q, k and v
+    convolutions: tuple[str, ...]  # names: of all channels, or of those of q, k and v
     norm: str  # name of its tensors
     eps: float
+    rate: float = 1.0
 
     @property
     def group(self) -> int:
@@ -254,7 +255,11 @@ class DeltaNet(Mix):
         yield self.out, hidden, self.values, False
 
     def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        yield f"{self.convolution}.weight", (2 * self.keys + self.values, 1, self.width), False
+        counts = [self.keys, self.keys, self.values]
+        if len(self.convolutions) == 1:
+            counts = [sum(counts)]
+        for name, count in zip(self.convolutions, counts, strict=True):
+            yield f"{name}.weight", (count, 1, self.width), False
         yield self.decay, (self.num_v_heads,), True
         yield self.time, (self.num_v_heads,), True
         yield f"{self.norm}.weight", (self.v_size,), False

@@ -283,13 +283,14 @@ def _window_kernel(
     live = channel < channels
     BEFORE: tl.constexpr = WIDTH - 1
     # A row reads the old rows that follow it, which are replaced later.
+    is_kept = live & (keep >= 0)
     for i in tl.static_range(BEFORE):
         x = _row_after(
-            y_ptr, stride, window_ptr, channel, channels, live, is_first, read, first, after, i,
+            y_ptr, stride, window_ptr, channel, channels, is_kept, is_first, read, first, after, i,
             WIDTH, GATED,
         )  # fmt: skip
         kept_ptr = window_ptr + (keep * BEFORE + i) * channels + channel
-        tl.store(kept_ptr, x, mask=live & (keep >= 0))
+        tl.store(kept_ptr, x, mask=is_kept)
     for i in tl.static_range(BEFORE):
         x = _row_after(
             y_ptr, stride, window_ptr, channel, channels, live, is_first, read, first, length, i,

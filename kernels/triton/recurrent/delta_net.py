@@ -1,7 +1,7 @@
 """Gated delta nets.
 
 Requests with one token in a step and those with more are computed by different kernels, which read
-on the device how many each has: the shape of a step does not tell. Each kernel leaves the other
+on the device how many each has: a prompt may end with one token, too. Each kernel leaves the other
 requests alone. One token: one kernel for the layer, which reads and writes each state once.
 
 More: tokens are cut into chunks of CHUNK, one of which ends where a request's snapshot does. Within
@@ -28,7 +28,7 @@ from .convolution import convolve_one, convolve_prompts, silu
 from .step import RecurrentStep
 
 VALUES_AT_ONCE = 64  # columns of a state that a program updates together
-FEW_PROGRAMS = 128  # of a step: no more than multiprocessors. Then each updates all columns.
+FEW_PROGRAMS = 128  # of a step: no more than multiprocessors. Then each updates twice as many.
 VALUES_EACH = 32  # columns of a state that a program passes from chunk to chunk
 _TILE = tl.constexpr(16)  # rows of a system that are solved one by one
 _EPS = tl.constexpr(EPS)
@@ -38,8 +38,9 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 class DeltaNet:
     """A layer: `recurrent.short_convolution`, `gated_delta_rule` and `gated_norm`.
 
-    kernel: [channels, width]; a_log, time: fp32 [v_heads]; norm: [v_size]; windows: [slots, width -
-    1, channels] in the type of the rows; states: [slots, v_heads, k_size, v_size]."""
+    kernel: [channels, width]; a_log, time: fp32 [v_heads]; norm: [v_size]; rate: see
+    `describe.DeltaNet`; windows: [slots, width - 1, channels] in the type of the rows; states:
+    [slots, v_heads, k_size, v_size]."""
 
     def __init__(
         self,
@@ -48,11 +49,13 @@ class DeltaNet:
         time: Tensor,
         norm: Tensor,
         eps: float,
+        rate: float,
         windows: Tensor,
         states: Tensor,
         num_k_heads: int,
     ) -> None:
-        self._kernel, self._rates, self._norm, self._eps = kernel, (a_log, time), norm, eps
+        self._kernel, self._gates, self._norm = kernel, (a_log, time), norm
+        self._eps, self._rate = eps, rate
         self._windows, self._states = windows, states
         _, self._v_heads, self._k_size, self._v_size = states.shape
         self._k_heads = num_k_heads
@@ -78,7 +81,7 @@ class DeltaNet:
             y.stride(0),
             out,
             self._kernel,
-            *self._rates,
+            *self._gates,
             self._norm,
             self._eps,
             self._windows,
@@ -89,7 +92,8 @@ class DeltaNet:
             step.writes,
             step.keeps,
             **self._sizes,
-            V_BLOCK=self._block if is_wide else min(VALUES_AT_ONCE, self._block),
+            RATE=self._rate,
+            V_BLOCK=min(2 * VALUES_AT_ONCE if is_wide else VALUES_AT_ONCE, self._block),
             NORM_BLOCK=self._block,
             WIDTH=self._width,
             PDL=pdl,
@@ -105,7 +109,7 @@ class DeltaNet:
         shape = (2, step.max_chunks, self._v_heads, CHUNK, CHUNK)
         systems = torch.empty(shape, dtype=y.dtype, device=y.device)
         chunks, heads = step.max_chunks, self._v_heads
-        gates = y, y.stride(0), *self._rates
+        gates = y, y.stride(0), *self._gates
         is_exact = y.dtype == torch.float32
         _solve_kernel[(chunks, heads)](
             mixed,
@@ -113,6 +117,7 @@ class DeltaNet:
             *systems,
             step.chunks,
             **self._sizes,
+            RATE=self._rate,
             CHUNK=CHUNK,
             EXACT=is_exact,
             num_warps=4,
@@ -137,7 +142,7 @@ class DeltaNet:
             CHUNK=CHUNK,
             EXACT=is_exact,
             num_warps=4,
-            num_stages=2,
+            num_stages=1 if is_exact else 2,  # for the shared memory of small GPUs
         )
         _gated_norm_kernel[(chunks, heads)](
             out,
@@ -161,7 +166,7 @@ def _delta_step_kernel(
     stride,
     out_ptr,
     kernel_ptr,
-    rate_ptr,
+    decay_ptr,
     time_ptr,
     norm_ptr,
     eps,
@@ -177,6 +182,7 @@ def _delta_step_kernel(
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    RATE: tl.constexpr,
     V_BLOCK: tl.constexpr,
     NORM_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -221,9 +227,9 @@ def _delta_step_kernel(
     for i in range(GROUP):
         v_head = head * GROUP + i
         gate_ptr = row_ptr + CHANNELS + VALUES + v_head
-        beta = tl.sigmoid(tl.load(gate_ptr).to(tl.float32))
+        beta = RATE * tl.sigmoid(tl.load(gate_ptr).to(tl.float32))
         a = tl.load(gate_ptr + V_HEADS).to(tl.float32)
-        decay = tl.exp(_decay(a, tl.load(rate_ptr + v_head), tl.load(time_ptr + v_head)))
+        decay = tl.exp(_decay(a, tl.load(decay_ptr + v_head), tl.load(time_ptr + v_head)))
         own_ptr = out_ptr + token.to(tl.int64) * VALUES + v_head * V_SIZE
         squares = 0.0
         for first in range(0, V_SIZE, V_BLOCK):
@@ -272,7 +278,7 @@ def _solve_kernel(
     mixed_ptr,
     y_ptr,
     stride,
-    rate_ptr,
+    decay_ptr,
     time_ptr,
     update_ptr,
     read_ptr,
@@ -282,6 +288,7 @@ def _solve_kernel(
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    RATE: tl.constexpr,
     CHUNK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -299,51 +306,47 @@ def _solve_kernel(
                    V_SIZE, K_BLOCK, CHUNK)  # fmt: skip
     q = _unit_rows(mixed_ptr, begin, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK,
                    CHUNK)  # fmt: skip
-    total, beta = _gates(y_ptr, stride, rate_ptr, time_ptr, begin, end, head, K_HEADS, GROUP,
+    total, beta = _gates(y_ptr, stride, decay_ptr, time_ptr, begin, end, head, K_HEADS, GROUP,
                          K_SIZE, V_SIZE, CHUNK)  # fmt: skip
+    beta *= RATE
     row = tl.arange(0, CHUNK)
-    place = (chunk.to(tl.int64) * V_HEADS + head) * (CHUNK * CHUNK)
-    place += row[:, None] * CHUNK + row[None, :]
+    first = (chunk.to(tl.int64) * V_HEADS + head) * (CHUNK * CHUNK)
+    square = row[:, None] * CHUNK + row[None, :]
     is_known = row[:, None] >= row[None, :]
     between = tl.exp(tl.where(is_known, total[:, None] - total[None, :], float("-inf")))
     reads = _dot(q, tl.trans(k), EXACT) * between * (K_SIZE**-0.5)
-    tl.store(read_ptr + place, reads.to(read_ptr.dtype.element_ty))
+    tl.store(read_ptr + first + square, reads.to(read_ptr.dtype.element_ty))
     likeness = _dot(k, tl.trans(k), EXACT)
     is_before = row[:, None] > row[None, :]
     system = tl.where(is_before, beta[:, None] * between * likeness, 0.0)
-    updates = _inverse(system, CHUNK, EXACT) * beta[None, :]
-    tl.store(update_ptr + place, updates.to(update_ptr.dtype.element_ty))
+    updates = _inverse(system, CHUNK) * beta[None, :]
+    tl.store(update_ptr + first + square, updates.to(update_ptr.dtype.element_ty))
 
 
 @triton.jit
-def _inverse(system, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+def _inverse(system, CHUNK: tl.constexpr):
     """Return the inverse of 1 + system, which is zero on and above its diagonal.
 
     Tiles on the diagonal are solved row by row. With D their inverse and N = D · (the rest), the
     result is (1 - N)(1 + N²) D: N has four rows of tiles, so its fourth power is zero. Powers of
-    the whole system would grow beyond fp32 where many keys are alike."""
-    TILES: tl.constexpr = CHUNK // _TILE
-    tl.static_assert(TILES == 4)
+    the whole system would grow beyond fp32 where many keys are alike. Products are as exact as in
+    fp32: with tf32, updates of like keys lose up to 20 times what rounding to bf16 costs."""
     row = tl.arange(0, CHUNK)
     is_inside = row[:, None] // _TILE == row[None, :] // _TILE
     inside = tl.where(is_inside, system, 0.0)
-    own = tl.sum(tl.reshape(inside, (TILES, _TILE, TILES, _TILE)), 2)
-    small = tl.arange(0, _TILE)
-    solved = tl.zeros((TILES, _TILE, _TILE), tl.float32)
-    solved += tl.where(small[:, None] == small[None, :], 1.0, 0.0)[None, :, :]
-    for i in range(1, _TILE):
-        is_row = (small == i)[None, :, None]
-        line = tl.sum(tl.where(is_row, own, 0.0), 1)  # [TILES, _TILE]
-        known = tl.sum(line[:, :, None] * solved, 1)
-        solved = tl.where(is_row, solved - known[:, None, :], solved)
-    tile = tl.arange(0, TILES)
-    is_own = (tile[:, None] == tile[None, :])[:, None, :, None]
-    spread = tl.where(is_own, solved[:, :, None, :], 0.0)
-    diagonal = tl.reshape(spread, (CHUNK, CHUNK))
-    rest = _dot(diagonal, system - inside, EXACT)
-    square = _dot(rest, rest, EXACT)
-    power = diagonal + _dot(square, diagonal, EXACT)
-    return power - _dot(rest, power, EXACT)
+    # Rows that are not solved hold what the products' layout was chosen for: with another, they
+    # would spill 2 kB of registers.
+    diagonal = tl.where(row[:, None] == row[None, :], 1.0, inside)
+    for i in range(1, _TILE):  # replace a row of each tile, once those above it are solved
+        is_row = (row % _TILE == i)[:, None]
+        line = tl.sum(tl.where(is_row, inside, 0.0), 0)
+        known = tl.sum(line[:, None] * diagonal, 0)
+        is_wanted = is_row & is_inside & (row[:, None] > row[None, :])
+        diagonal = tl.where(is_wanted, -known[None, :], diagonal)
+    rest = _dot(diagonal, system - inside, True)
+    square = _dot(rest, rest, True)
+    power = diagonal + _dot(square, diagonal, True)
+    return power - _dot(rest, power, True)
 
 
 @triton.jit
@@ -351,7 +354,7 @@ def _scan_kernel(
     mixed_ptr,
     y_ptr,
     stride,
-    rate_ptr,
+    decay_ptr,
     time_ptr,
     update_ptr,
     from_update_ptr,
@@ -410,7 +413,7 @@ def _scan_kernel(
         is_token = token < end
         k = _unit_rows(mixed_ptr, begin, end, KEYS + head // GROUP * K_SIZE, K_HEADS, GROUP, K_SIZE,
                        V_SIZE, K_BLOCK, CHUNK)  # fmt: skip
-        total, _ = _gates(y_ptr, stride, rate_ptr, time_ptr, begin, end, head, K_HEADS, GROUP,
+        total, _ = _gates(y_ptr, stride, decay_ptr, time_ptr, begin, end, head, K_HEADS, GROUP,
                           K_SIZE, V_SIZE, CHUNK)  # fmt: skip
         matrix = (chunk.to(tl.int64) * V_HEADS + head) * (CHUNK * CHUNK) + square
         updates = tl.load(update_ptr + matrix)
@@ -498,7 +501,7 @@ def _unit_rows(
 
 @triton.jit
 def _gates(
-    y_ptr, stride, rate_ptr, time_ptr, begin, end, head,
+    y_ptr, stride, decay_ptr, time_ptr, begin, end, head,
     K_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K_SIZE: tl.constexpr,
@@ -513,7 +516,7 @@ def _gates(
     own = y_ptr + token.to(tl.int64) * stride + first + head
     b = tl.load(own, mask=live, other=0.0).to(tl.float32)
     a = tl.load(own + V_HEADS, mask=live, other=0.0).to(tl.float32)
-    decay = _decay(a, tl.load(rate_ptr + head), tl.load(time_ptr + head))
+    decay = _decay(a, tl.load(decay_ptr + head), tl.load(time_ptr + head))
     total = tl.cumsum(tl.where(live, decay, 0.0), 0)
     return total, tl.where(live, tl.sigmoid(b), 0.0)
 

@@ -22,6 +22,7 @@ from toolkit.kernels.cpu import recurrent
 from toolkit.kernels.recurrent import gated_delta_rule, gated_norm, short_convolution
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
+RATE = 1.5
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
@@ -51,7 +52,7 @@ def test_cpu_kernel_computes_the_layer(kind, dtype, variant, k_size, v_size):
         *(one.reshape(-1, K_HEADS, k_size) for one in (q, k)),
         v.reshape(-1, V_HEADS, v_size),
         -a_log.exp() * F.softplus(a.float() + time),
-        b.float().sigmoid(),
+        RATE * b.float().sigmoid(),
         states,
         given,
     )
@@ -64,7 +65,9 @@ def test_cpu_kernel_computes_the_layer(kind, dtype, variant, k_size, v_size):
         *(one.int() for one in (starts, totals, given.reads, given.writes, given.keeps, after))
     )
     with cpu.using(variant):
-        layer = recurrent.DeltaNet(kernel, a_log, time, norm, eps, own_windows, own_states, K_HEADS)
+        layer = recurrent.DeltaNet(
+            kernel, a_log, time, norm, eps, RATE, own_windows, own_states, K_HEADS
+        )
         found = layer(y, step)
     assert group == 3
     bound = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}

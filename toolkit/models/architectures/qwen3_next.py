@@ -21,17 +21,9 @@ ARCHITECTURES = ("Qwen3NextForCausalLM",)
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-class HybridConfig(DecoderConfig, kw_only=True):
-    """Fields of decoders with gated delta nets and gated attention."""
+class DeltaNetConfig(DecoderConfig, kw_only=True):
+    """Fields of decoders with gated delta nets and attention."""
 
-    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"attn_output_gate": (True,)}
-
-    hidden_size: Size = 2048
-    num_attention_heads: Size = 16
-    num_key_value_heads: Size | None = 2
-    head_dim: Size | None = 256
-    max_position_embeddings: Size = 32768
-    partial_rotary_factor: float | None = 0.25
     attention_bias: bool = False
     layer_types: list[str] | None = None
     full_attention_interval: Size = 4
@@ -59,6 +51,19 @@ class HybridConfig(DecoderConfig, kw_only=True):
             )
         if self.linear_conv_kernel_dim < 2:
             raise ValueError("linear_conv_kernel_dim is 1, and tk supports 2 and more")
+
+
+class HybridConfig(DeltaNetConfig, kw_only=True):
+    """Fields of decoders with gated delta nets and gated attention."""
+
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"attn_output_gate": (True,)}
+
+    hidden_size: Size = 2048
+    num_attention_heads: Size = 16
+    num_key_value_heads: Size | None = 2
+    head_dim: Size | None = 256
+    max_position_embeddings: Size = 32768
+    partial_rotary_factor: float | None = 0.25
 
 
 class Config(HybridConfig, kw_only=True):
@@ -137,21 +142,24 @@ def gated_attention(config: Any, name: str) -> Attention:
     )
 
 
-def delta_net(config: Any, name: str, **sources: Source) -> DeltaNet:
-    """Describe a gated delta net. `sources`: of its inputs."""
+def delta_net(config: Any, name: str, **options: Any) -> DeltaNet:
+    """Describe a gated delta net. `options`: sources of its inputs, and other fields."""
+    given = {
+        "out": Source(f"{name}.out_proj"),
+        "convolutions": (f"{name}.conv1d",),
+        "norm": f"{name}.norm",
+        "eps": config.rms_norm_eps,
+        **options,
+    }
     return DeltaNet(
         num_k_heads=config.linear_num_key_heads,
         num_v_heads=config.linear_num_value_heads,
         k_size=config.linear_key_head_dim,
         v_size=config.linear_value_head_dim,
         width=config.linear_conv_kernel_dim,
-        out=Source(f"{name}.out_proj"),
         decay=f"{name}.A_log",
         time=f"{name}.dt_bias",
-        convolution=f"{name}.conv1d",
-        norm=f"{name}.norm",
-        eps=config.rms_norm_eps,
-        **sources,
+        **given,
     )
 
 
