@@ -188,7 +188,9 @@ class AsyncLLM:
     def _connect(self, core: Core) -> None:
         self.replicas[core.index].connect()
         if self._router is not None and core.info is not None:
-            self._router.connect(core.index, core.info.num_blocks * core.info.block_size)
+            info = core.info
+            capacity, has_states = info.num_blocks * info.block_size, info.num_state_slots > 0
+            self._router.connect(core.index, capacity, has_states=has_states)
         self.info = smallest_core(self.cores.infos)
         self._inputs.info = self.info
 

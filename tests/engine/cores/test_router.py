@@ -105,6 +105,27 @@ def test_evicted_prefixes_attract_no_requests():
     assert place(made, prompt(2, 600), [0]).prompt == 600
 
 
+def test_prefixes_of_models_with_states_count_where_a_snapshot_is():
+    """At a prompt's end, and where a second one parted from it."""
+    made = Router(1)
+    made.connect(0, CAPACITY, has_states=True)
+    system = prompt(1, 1024)
+
+    def missing(tokens: list[int]) -> int:
+        placement = place(made, tokens, [0])
+        tokens_left = placement.prompt
+        made.release(placement)
+        return tokens_left
+
+    first, second, third = (system + prompt(i, 1024) for i in (2, 3, 4))
+    assert missing(first) == 2048
+    assert missing(first + prompt(5, 8)) < 8 + 300  # a conversation goes on
+    assert missing(second) == 2048  # its beginning is cached, without a state
+    assert 1024 <= missing(third) < 1024 + 200
+    made.clear_prefixes(0)
+    assert missing(third) == 2048
+
+
 def test_front_ends_agree_on_new_prompts_of_idle_cores():
     one, other = router(3), router(3)
     found = []

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -53,9 +54,11 @@ class Router:
         self._other_loads = [0] * num_cores  # load from other front ends, in tokens
         self._seen_prefixes = [_SeenPrefixes(0) for _ in range(num_cores)]
 
-    def connect(self, core: int, capacity: int) -> None:
-        """Register a core with an empty cache for `capacity` tokens."""
-        self._seen_prefixes[core] = _SeenPrefixes(capacity)
+    def connect(self, core: int, capacity: int, *, has_states: bool = False) -> None:
+        """Register a core with an empty cache for `capacity` tokens.
+
+        has_states: a prefix is of use only where the core has a snapshot of states."""
+        self._seen_prefixes[core] = _SeenPrefixes(capacity, has_states=has_states)
 
     def clear_prefixes(self, core: int) -> None:
         """Drop the prefixes of a core that has evicted its cache."""
@@ -113,30 +116,38 @@ class _SeenPrefixes:
 
     The core's cache also evicts the least recently used blocks."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, *, has_states: bool = False) -> None:
+        self._capacity, self._has_states = capacity, has_states
+        self._snapshots: set[bytes] = set()  # prefixes with states (`scheduler.states`)
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._size = 0
 
     def known_length(self, prefixes: Sequence[Prefix]) -> int:
         """Return the length of the longest known prefix, in tokens."""
-        for prefix in reversed(prefixes):
-            if prefix.digest in self._sizes:
-                return prefix.length
-        return 0
+        known = self._snapshots if self._has_states else self._sizes
+        return next((one.length for one in reversed(prefixes) if one.digest in known), 0)
 
     def add(self, prefixes: Sequence[Prefix]) -> None:
-        """Add prefixes, the longest first: it is dropped first."""
+        """Add prefixes, the longest first: it is dropped first.
+
+        States are kept at the end of a prompt, and where it parts from those before it."""
+        if self._has_states:
+            seen = (one.digest for one in reversed(prefixes) if one.digest in self._sizes)
+            ends = [one.digest for one in prefixes[-1:]]
+            self._snapshots.update([*ends, *islice(seen, 1)])
         for digest, _, size in reversed(prefixes):
             if digest not in self._sizes:
                 self._size += size
                 self._sizes[digest] = size
             self._sizes.move_to_end(digest)
         while self._size > self._capacity and self._sizes:
-            self._size -= self._sizes.popitem(last=False)[1]
+            digest, size = self._sizes.popitem(last=False)
+            self._size -= size
+            self._snapshots.discard(digest)
 
     def clear(self) -> None:
         self._sizes.clear()
+        self._snapshots.clear()
         self._size = 0
 
 
