@@ -20,21 +20,24 @@ _MODULES = {
     "attn_qkv": r"self_attn\.qkv_proj|attention\.query_key_value|attn\.c_attn"
     r"|self_attention\.query_key_value",
     "attn_output": r"self_attn\.(?:o_proj|dense)|attention\.dense|attn\.c_proj"
-    r"|self_attention\.dense",
-    "attn_norm": r"input_layernorm|ln_1|ln_mlp",
+    r"|self_attention\.dense|self_attn\.out_proj",
+    "attn_norm": r"input_layernorm|ln_1|ln_mlp|operator_norm",
     "attn_norm_2": r"ln_attn",
-    "attn_q_norm": r"self_attn\.(?:q_norm|query_layernorm)",
-    "attn_k_norm": r"self_attn\.(?:k_norm|key_layernorm)",
-    "ffn_norm": r"post_attention_layernorm|ln_2|pre_feedforward_layernorm",
+    "attn_q_norm": r"self_attn\.(?:q_norm|q_layernorm|query_layernorm)",
+    "attn_k_norm": r"self_attn\.(?:k_norm|k_layernorm|key_layernorm)",
+    "ffn_norm": r"post_attention_layernorm|ln_2|pre_feedforward_layernorm|ffn_norm",
     "post_ffw_norm": r"post_feedforward_layernorm|post_mlp_layernorm",
     "ffn_gate_inp": r"mlp\.(?:gate|router)",
     "ffn_gate_inp_shexp": r"mlp\.shared_expert_gate",
     "ffn_gate_shexp": r"mlp\.shared_experts?\.gate_proj",
     "ffn_up_shexp": r"mlp\.shared_experts?\.up_proj",
     "ffn_down_shexp": r"mlp\.shared_experts?\.down_proj",
-    "ffn_gate": r"mlp\.gate_proj",
-    "ffn_up": r"mlp\.(?:up_proj|fc1|gate_up_proj|dense_h_to_4h|c_fc)",
-    "ffn_down": r"mlp\.(?:down_proj|fc2|dense_4h_to_h|c_proj)",
+    "ffn_gate": r"mlp\.gate_proj|feed_forward\.w1",
+    "ffn_up": r"mlp\.(?:up_proj|fc1|gate_up_proj|dense_h_to_4h|c_fc)|feed_forward\.w3",
+    "ffn_down": r"mlp\.(?:down_proj|fc2|dense_4h_to_h|c_proj)|feed_forward\.w2",
+    "shortconv.conv": r"conv\.conv",
+    "shortconv.in_proj": r"conv\.in_proj",
+    "shortconv.out_proj": r"conv\.out_proj",
 }
 _TOP = {
     "token_embd": r"(?:model\.embed_tokens|transformer\.wte|gpt_neox\.embed_in"
@@ -43,6 +46,7 @@ _TOP = {
     "output_norm": r"(?:model\.(?:norm|final_layernorm)|transformer\.ln_f"
     r"|gpt_neox\.final_layer_norm)",
     "output": r"(?:lm_head|embed_out)",
+    "token_embd_norm": r"model\.embedding_norm",
 }
 _AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
 """Architectures whose `post_attention_layernorm` keeps its name."""
@@ -68,6 +72,8 @@ def tensors_of(model: Model, architecture: str) -> dict[str, torch.Tensor]:
             tensor = tensor.squeeze()
         if own.endswith(".weight") and "c_" in name and architecture == "gpt2":
             tensor = tensor.T
+        if own.endswith("shortconv.conv.weight"):
+            tensor = tensor.squeeze(1)
         if "query_key_value" in name:
             tensor = split_heads(tensor, heads, kv_heads, is_neox=architecture == "gptneox")
         if architecture in _PERMUTED and re.search(r"attn_[qk]\.", own):
@@ -176,6 +182,16 @@ def metadata_of(model: Model, architecture: str) -> dict[str, object]:
         "attention.sliding_window": given("sliding_window"),
     }
     own |= expert_metadata(config, architecture)
+    if architecture == "lfm2":
+        kinds = config.layer_types
+        counts = [num_kv_heads(config) if kind == "full_attention" else 0 for kind in kinds]
+        inner = weights_of(model)["model.layers.0.feed_forward.w1.weight"]
+        own |= {
+            "attention.head_count_kv": counts,
+            "attention.layer_norm_rms_epsilon": own.pop("attention.layer_norm_epsilon"),
+            "feed_forward_length": len(inner),
+            "shortconv.l_cache": config.conv_L_cache,
+        }
     if architecture in ("gptneox", "stablelm"):
         own["use_parallel_residual"] = config.use_parallel_residual
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -280,4 +296,5 @@ def write_model(
 
 
 def is_quantizable(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.dim() >= 2 and tensor.shape[-1] % 32 == 0 and "ffn_gate_inp" not in name
+    is_kept = "ffn_gate_inp" in name or "shortconv.conv" in name
+    return tensor.dim() >= 2 and tensor.shape[-1] % 32 == 0 and not is_kept

@@ -89,6 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {}),
     "exaone4": ("exaone4", {"sliding_window_pattern": 4}),
     "arcee": ("arcee", {}),
+    "lfm2": ("lfm2", {}),
 }
 """Rows of ARCHITECTURES: llama.cpp's name, and changes to what it can express."""
 

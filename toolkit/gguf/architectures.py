@@ -102,6 +102,9 @@ class Architecture:
     """Vectors of a layer that no module has, by complete names."""
     rows: Mapping[str, str] = field(default_factory=dict)
     """Matrices of a layer with one row, stored as vectors, by complete names."""
+    convolutions: Mapping[str, str] = field(default_factory=dict)
+    """Convolutions of each channel [channels, width], by complete names. The others' have
+    [channels, 1, width]."""
     has_pairs: bool = False
     """Rows of queries and keys are ordered to rotate adjacent pairs, not halves of a head."""
     norm_offset: float = 0.0  # added to the weights of norms
@@ -331,6 +334,28 @@ ARCHITECTURES = {
         constants={"norm_topk_prob": False},
         biases=_ATTENTION_BIAS,
         layer=_LLAMA | _HEAD_NORMS | _EXPERTS,
+    ),
+    "lfm2": Architecture(
+        model_type="lfm2",
+        name="Lfm2ForCausalLM",
+        fields=_FIELDS
+        | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        constants={"block_auto_adjust_ff_dim": False},
+        top=_TOP | dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
+        layer=_ATTENTION
+        | {
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+        convolutions={"shortconv.conv.weight": "conv.conv.weight"},
     ),
     "stablelm": Architecture(
         model_type="stablelm",

@@ -286,6 +286,9 @@ def _named_in_layer(
     elif tensor in kind.rows:
         shape = (1, *whole.shape) if len(whole.shape) == 1 else whole.shape
         yield replace(whole, name=prefix + kind.rows[tensor], shape=shape)
+    elif tensor in kind.convolutions and len(whole.shape) == 2:
+        channels, width = whole.shape
+        yield replace(whole, name=prefix + kind.convolutions[tensor], shape=(channels, 1, width))
     elif own in modules:
         yield from _parts(model, kind, whole, own, prefix + modules[own], part)
     else:
@@ -430,7 +433,15 @@ def _finish_mistral3(config: dict[str, Any], names: dict[str, GGUFTensor], value
         config["rope_parameters"]["llama_4_scaling_beta"] = beta
 
 
+def _finish_lfm2(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
+    config["layer_types"] = [
+        "full_attention" if f"blk.{index}.attn_q.weight" in names else "conv"
+        for index in range(config["num_hidden_layers"])
+    ]
+
+
 _FINISH: dict[str, Callable[[dict[str, Any], dict[str, GGUFTensor], Values], None]] = {
+    "lfm2": _finish_lfm2,
     "llama": _finish_llama,
     "gemma2": _finish_gemma2,
     "gemma3": _finish_gemma3,

@@ -23,8 +23,12 @@ class Values:
         return self._prefix + key
 
     def get(self, key: str) -> Any:
-        """Return a value, None if there is none. Equal values for all layers become one."""
+        """Return a value, None if there is none. Equal values for all layers become one.
+
+        Layers without attention have no heads of keys."""
         value = self._model.get(self.name(key), (int, float, str, list))
+        if isinstance(value, list) and key == "attention.head_count_kv":
+            value = [one for one in value if one != 0] or value
         if isinstance(value, list) and value and all(one == value[0] for one in value):
             return value[0]
         if isinstance(value, list):
