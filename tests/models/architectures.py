@@ -501,7 +501,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "linear_value_head_dim": 8,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 4,
-            "rope_parameters": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
         },
     ),
     "lfm2": (

@@ -12,7 +12,7 @@ from toolkit.models.memory import Memory, TokenMemory
 from toolkit.weights.source import Source
 
 INDENT = "    "
-MOST = 6  # tensors of a kind that are listed: experts may have hundreds
+MOST = 8  # tensors of a kind that are listed: experts may have hundreds
 
 
 def lines_of(checkpoint: Checkpoint) -> list[str]:
@@ -104,7 +104,7 @@ def _options(mix: Mix) -> Iterator[str]:
     """Yield the fields whose values are not their defaults, but for names of tensors."""
     for field in dataclasses.fields(cast("Any", mix)):
         value = getattr(mix, field.name)
-        if value == field.default or isinstance(value, Source | Mix | str | None):
+        if value == field.default or isinstance(value, Source | Mix | str | tuple | None):
             continue
         if isinstance(value, Rope):
             given = {name: one for name, one in value.parameters.items() if one is not None}

@@ -41,7 +41,10 @@ def load_config(folder: Path, settings: ModelConfig = DEFAULTS) -> ArchitectureC
         )
     problem = find_problem(raw, settings.model_impl)
     if problem is not None:
-        raise CheckpointError(f"{path}: {problem}. Supported: {', '.join(supported())}.")
+        names = supported()
+        # Those of LlamaModel embed what LlamaForCausalLM generates from.
+        shown = [one for one in names if f"{one.removesuffix('Model')}ForCausalLM" not in names]
+        raise CheckpointError(f"{path}: {problem}. Supported: {', '.join(shown)}.")
     try:
         config = parse_config(raw, settings.model_impl)
         config.packings = _read_packings(folder, raw, config, settings)

@@ -30,15 +30,15 @@ class Config(DeltaNetConfig, kw_only=True):
     linear_dt_max: float | None = None
     linear_dt_init_floor: float | None = None
     """The last five choose random weights, and change no others."""
-    rotates: bool = False
-    """Attention rotates queries and keys. Not in the file: it depends on `rope_parameters`."""
+    rotates: bool = True
+    """Attention rotates queries and keys. Not in the file: else, its `rope_theta` is null."""
     is_renamed: bool = False
     """Norms before MLPs have one name in all layers, as Transformers writes. Not in the file."""
 
     reads_shapes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.rotates = (self.rope_parameters or {}).get("rope_theta") is not None
+        self.rotates = (self.rope_parameters or {}).get("rope_theta", 0.0) is not None
         if self.layer_types is None and self.num_hidden_layers < self.full_attention_interval:
             self.layer_types = [LINEAR] * (self.num_hidden_layers - 1) + [FULL]
         super().__post_init__()
