@@ -1,4 +1,4 @@
-// Layers with a state for each request: gated delta nets.
+// Layers with a state for each request: gated delta nets and short convolutions.
 #include <cmath>
 
 #include "simd.h"
@@ -7,6 +7,7 @@
 namespace tk::TK_VARIANT {
 namespace {
 
+constexpr int64_t kChannels = 256;  // of a convolution that a task computes
 constexpr int kColumns = 4;  // vectors of a state's columns that are updated together
 
 // Mirror of `_Net` in recurrent.py. Channels are queries, keys and values, head after head.
@@ -18,6 +19,13 @@ struct Net {
   float* states;                // [slots, v_heads, k_size, v_size]
   int64_t k_heads, v_heads, k_size, v_size, width, is_bf16;
   float eps, rate;
+};
+
+// Mirror of `_Convolution` in recurrent.py.
+struct Convolution {
+  const float *kernel, *bias;  // [width, channels], [channels] or null
+  void* windows;               // [slots, width - 1, channels], in the type of the inputs
+  int64_t channels, width, is_bf16;
 };
 
 // Mirror of `_Step` in recurrent.py: [num_reqs] each, starts one more.
@@ -201,6 +209,65 @@ void run(const Net& net, const RecurrentStep& step, const void* y, void* out) {
   });
 }
 
+// Some channels of one request. out = c * convolution(b * x)
+template <class T>
+void convolve(const Convolution& net, const RecurrentStep& step, const T* y, T* out,
+              int64_t request, int64_t at, int64_t count) {
+  const int64_t first = step.starts[request], end = step.starts[request + 1];
+  if (first == end) return;
+  const int64_t channels = net.channels, before = net.width - 1;
+  const int64_t keep = step.keeps[request];
+  const bool is_first = step.lengths[request] <= end - first;
+  T* const windows = static_cast<T*>(net.windows) + at;
+  T* const window = static_cast<T*>(scratch(before * count * sizeof(T)));
+  for (int64_t row = 0; row < before; ++row) {
+    const T* old = windows + (step.reads[request] * before + row) * channels;
+    for_each_vec(count, [&](int64_t i, int64_t n) {
+      store_part(window + row * count + i, is_first ? Vec{} : load_part(old + i, n), n);
+    });
+  }
+  // The window is a ring, as that of `run_head`.
+  const auto save = [&](int64_t slot, int64_t token) {
+    for (int64_t row = 0; row < before; ++row) {
+      std::memcpy(windows + (slot * before + row) * channels,
+                  window + (token + row) % before * count, count * sizeof(T));
+    }
+  };
+  for (int64_t token = 0; token < end - first; ++token) {
+    const T* b = y + (first + token) * 3 * channels + at;
+    T* const own = out + (first + token) * channels + at;
+    T* const oldest = window + token % before * count;
+    const auto rounded = [&](int64_t i, Vec x, int64_t n) {
+      store_part(own + i, x, n);
+      return load_part(own + i, n);
+    };
+    for_each_vec(count, [&](int64_t i, int64_t n) {
+      const Vec x = rounded(i, load_part(b + i, n) * load_part(b + 2 * channels + i, n), n);
+      Vec total = x * load_part(net.kernel + before * channels + at + i, n);
+      for (int64_t row = 0; row < before; ++row) {
+        total += load_part(window + (token + row) % before * count + i, n) *
+                 load_part(net.kernel + row * channels + at + i, n);
+      }
+      if (net.bias) total += load_part(net.bias + at + i, n);
+      store_part(oldest + i, x, n);
+      store_part(own + i, load_part(b + channels + i, n) * rounded(i, total, n), n);
+    });
+    if (keep >= 0 && token + 1 == step.after[request]) save(keep, token + 1);
+  }
+  save(step.writes[request], end - first);
+}
+
+template <class T>
+void convolve_all(const Convolution& net, const RecurrentStep& step, const void* y, void* out) {
+  const int64_t parts = (net.channels + kChannels - 1) / kChannels;
+  parallel(step.num_reqs * parts, [&](int64_t task) {
+    const int64_t at = task % parts * kChannels;
+    const int64_t left = net.channels - at;
+    convolve(net, step, static_cast<const T*>(y), static_cast<T*>(out), task / parts, at,
+             left < kChannels ? left : kChannels);
+  });
+}
+
 template <class T>
 void gate_rows(T* x, const T* gate, int64_t stride, int64_t rows, int64_t size) {
   parallel(rows, [&](int64_t row) {
@@ -219,6 +286,14 @@ TK_KERNEL(tk_delta_net)(const void* net, const void* step, const void* y, void* 
   using namespace tk::TK_VARIANT;
   const Net& own = *static_cast<const Net*>(net);
   (own.is_bf16 ? run<bf16> : run<float>)(own, *static_cast<const RecurrentStep*>(step), y, out);
+}
+
+// y: [num_tokens, b | c | x]; out: [num_tokens, channels].
+TK_KERNEL(tk_gated_convolution)(const void* net, const void* step, const void* y, void* out) {
+  using namespace tk::TK_VARIANT;
+  const Convolution& own = *static_cast<const Convolution*>(net);
+  (own.is_bf16 ? convolve_all<bf16> : convolve_all<float>)(
+      own, *static_cast<const RecurrentStep*>(step), y, out);
 }
 
 // x *= sigmoid(gate). x: [rows, size]; gate: rows `stride` elements apart.

@@ -1,4 +1,5 @@
-"""Gated delta nets: convolution, state and norm of a layer in one kernel; and gates of rows."""
+"""Layers with a state for each request, in one kernel each: gated delta nets and gated short
+convolutions. And gates of rows."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel, available
 
 DTYPES = (torch.float32, torch.bfloat16)
 _delta_net = Kernel("tk_delta_net", POINTER, POINTER, POINTER, POINTER)
+_gated_convolution = Kernel("tk_gated_convolution", POINTER, POINTER, POINTER, POINTER)
 _gate_rows = Kernel("tk_gate_rows", POINTER, POINTER, SIZE, SIZE, SIZE, SIZE)
 
 
-def supports(windows: torch.Tensor, states: torch.Tensor) -> bool:
+def supports(windows: torch.Tensor, states: torch.Tensor | None = None) -> bool:
     """Return True if there are kernels for these of a layer."""
-    types = windows.dtype in DTYPES and states.dtype == torch.float32
-    return types and windows.device.type == "cpu" and available()
+    has_types = windows.dtype in DTYPES and (states is None or states.dtype == torch.float32)
+    return has_types and windows.device.type == "cpu" and available()
 
 
 class _Net(ctypes.Structure):
@@ -27,6 +29,15 @@ class _Net(ctypes.Structure):
         *((name, SIZE) for name in ("k_heads", "v_heads", "k_size", "v_size", "width", "is_bf16")),
         ("eps", FLOAT),
         ("rate", FLOAT),
+    ]
+
+
+class _Convolution(ctypes.Structure):
+    """Mirror of `Convolution` in recurrent.cpp."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("kernel", "bias", "windows")),
+        *((name, SIZE) for name in ("channels", "width", "is_bf16")),
     ]
 
 
@@ -123,6 +134,44 @@ class DeltaNet:
             )
         out = torch.empty(len(y), self._values, dtype=y.dtype)
         _delta_net.run(self._address, step.address, y.data_ptr(), out.data_ptr())
+        return out
+
+
+class GatedConvolution:
+    """A layer: c · `recurrent.short_convolution` of b · x.
+
+    kernel: [channels, width]; bias: [channels]; windows: [slots, width - 1, channels] in fp32 or
+    bfloat16, as the rows. Raises ValueError for others."""
+
+    def __init__(
+        self, kernel: torch.Tensor, bias: torch.Tensor | None, windows: torch.Tensor
+    ) -> None:
+        channels, width = kernel.shape
+        if (
+            windows.dtype not in DTYPES
+            or windows.shape[1:] != (width - 1, channels)
+            or not windows.is_contiguous()
+        ):
+            raise ValueError(
+                f"windows {list(windows.shape)} in {windows.dtype} are not those of a convolution "
+                f"{list(kernel.shape)}"
+            )
+        self.dtype, self._channels = windows.dtype, channels
+        own_bias = None if bias is None else bias.float().contiguous()
+        self._tensors = kernel.T.float().contiguous(), own_bias, windows
+        addresses = (None if one is None else one.data_ptr() for one in self._tensors)
+        self._net = _Convolution(*addresses, channels, width, self.dtype == torch.bfloat16)
+        self._address = ctypes.addressof(self._net)
+
+    def __call__(self, y: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+        """Return [num_tokens, channels]. y: [num_tokens, b | c | x]."""
+        if y.shape[1] != 3 * self._channels or y.dtype != self.dtype or not y.is_contiguous():
+            raise ValueError(
+                f"rows must have {3 * self._channels} columns in {self.dtype}, contiguous, not "
+                f"{list(y.shape)} in {y.dtype}"
+            )
+        out = torch.empty(len(y), self._channels, dtype=y.dtype)
+        _gated_convolution.run(self._address, step.address, y.data_ptr(), out.data_ptr())
         return out
 
 

@@ -33,7 +33,9 @@ from toolkit.sequence import SequenceSpec
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 PROMPT = [7, 3, 9, 12, 5]
-INFO = types.SimpleNamespace(max_model_len=100, num_blocks=100, block_size=16, adapters=[])
+INFO = types.SimpleNamespace(
+    max_model_len=100, num_blocks=100, block_size=16, num_state_slots=0, adapters=[]
+)
 
 
 class ScriptedCore:

@@ -63,7 +63,7 @@ def test_ragged_batch_then_prefix_cache_hits(case, llm):
 @pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels: {cpu.problem()}")
 def test_decode_steps_are_recorded_on_a_cpu(case, llm):
     """A layer that computes with more than kernels is correct but slow."""
-    assert checkpoints.records_steps(llm) == (case.name not in {*WITH_EXPERTS, "lfm2"})
+    assert checkpoints.records_steps(llm) == (case.name not in WITH_EXPERTS)
 
 
 def test_few_layers_launch_the_kernels_of_all(case, llm):

@@ -60,7 +60,7 @@ def gpu_step_of(batch: AttentionBatch, kernels: TritonKernels) -> RecurrentStep:
     return found
 
 
-def _cpu_step_of(batch: AttentionBatch) -> recurrent.RecurrentStep:
+def cpu_step_of(batch: AttentionBatch) -> recurrent.RecurrentStep:
     if "recurrent" not in batch.plan:
         assert batch.states is not None
         batch.plan["recurrent"] = recurrent.RecurrentStep(
@@ -131,7 +131,7 @@ class DeltaNetMix(Mix, Keeper):
             self._layer = lambda y, batch: on_gpu(y, gpu_step_of(batch, kernels))
         elif recurrent.supports(self.windows, self.states):
             on_cpu = recurrent.DeltaNet(*weights, *places)
-            self._layer = lambda y, batch: on_cpu(y, _cpu_step_of(batch))
+            self._layer = lambda y, batch: on_cpu(y, cpu_step_of(batch))
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, v_heads · v_size]."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from toolkit.attention import AttentionBatch
 from toolkit.distributed import current_group, even_shard
+from toolkit.kernels.cpu import recurrent
 from toolkit.kernels.recurrent import short_convolution
 from toolkit.kernels.table import TritonKernels, kernels_for
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models import describe
-from toolkit.models.delta_net import gpu_step_of, sequences_of
+from toolkit.models.delta_net import cpu_step_of, gpu_step_of, sequences_of
 from toolkit.models.memory import RowMemory
 from toolkit.models.mix import Mix
 from toolkit.models.model import Keeper
@@ -45,17 +47,41 @@ class ShortConvolutionMix(Mix, Keeper):
         self._gpu = kernels if isinstance(kernels, TritonKernels) else None
         self.may_synchronize = self._gpu is None
 
+        self.windows: torch.Tensor | None = None
+        self._is_loaded = False
+        self._layer: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] = self._compute
+
     def bind(self, *tensors: torch.Tensor) -> None:
         """`tensors`: windows, [num_slots, channels, width - 1]."""
         (windows,) = tensors
         self.windows = windows.view(len(windows), self.net.width - 1, -1)
+        self._prepare()
+
+    def pack(self) -> None:
+        """Prepare the kernels, if there are any. Called once, after loading."""
+        self._is_loaded = True
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make the kernels once weights and windows are there."""
+        if not self._is_loaded or (windows := self.windows) is None:
+            return
+        weights = self.kernel, self.bias
+        if (kernels := self._gpu) is not None:
+            self._layer = lambda y, batch: kernels.gated_convolution(
+                y, *weights, windows, gpu_step_of(batch, kernels)
+            )
+        elif recurrent.supports(windows):
+            on_cpu = recurrent.GatedConvolution(*weights, windows)
+            self._layer = lambda y, batch: on_cpu(y, cpu_step_of(batch))
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, channels]."""
-        y: torch.Tensor = self.input(x)
-        if (kernels := self._gpu) is not None:
-            step = gpu_step_of(batch, kernels)
-            return kernels.gated_convolution(y, self.kernel, self.bias, self.windows, step)
+        return self._layer(self.input(x), batch)
+
+    def _compute(self, y: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Compute all but the products in PyTorch. y: [num_tokens, b | c | x]."""
+        assert self.windows is not None
         b, c, inner = y.chunk(3, dim=1)
         out = short_convolution(
             b * inner, self.kernel, self.windows, sequences_of(batch), self.bias, has_silu=False

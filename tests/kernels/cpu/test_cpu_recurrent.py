@@ -19,7 +19,22 @@ from tests.kernels.test_recurrent import (
 )
 from toolkit.kernels import cpu
 from toolkit.kernels.cpu import recurrent
-from toolkit.kernels.recurrent import gated_delta_rule, gated_norm, short_convolution
+from toolkit.kernels.recurrent import (
+    Sequences,
+    gated_delta_rule,
+    gated_norm,
+    short_convolution,
+)
+
+
+def step_of(given: Sequences, kind: str) -> recurrent.RecurrentStep:
+    lengths = torch.tensor(LENGTHS[kind])
+    starts = torch.tensor([0, *lengths.cumsum(0).tolist()])
+    totals = lengths + torch.tensor([0 if first else 9 for first in IS_FIRST])
+    after = torch.tensor([kept(kind).get(index, (0, -1))[1] for index in range(5)])
+    tensors = starts, totals, given.reads, given.writes, given.keeps, after
+    return recurrent.RecurrentStep(*(one.int() for one in tensors))
+
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
 RATE = 1.5
@@ -58,12 +73,7 @@ def test_cpu_kernel_computes_the_layer(kind, dtype, variant, k_size, v_size):
     )
     gated_norm(expected, z.reshape(expected.shape), norm, eps)
 
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    totals = torch.tensor(lengths) + torch.tensor([0 if first else 9 for first in IS_FIRST])
-    after = torch.tensor([kept(kind).get(index, (0, -1))[1] for index in range(5)])
-    step = recurrent.RecurrentStep(
-        *(one.int() for one in (starts, totals, given.reads, given.writes, given.keeps, after))
-    )
+    step = step_of(given, kind)
     with cpu.using(variant):
         layer = recurrent.DeltaNet(
             kernel, a_log, time, norm, eps, RATE, own_windows, own_states, K_HEADS
@@ -74,6 +84,29 @@ def test_cpu_kernel_computes_the_layer(kind, dtype, variant, k_size, v_size):
     torch.testing.assert_close(found, expected.flatten(1), **bound)
     torch.testing.assert_close(own_windows, windows, equal_nan=True)
     torch.testing.assert_close(own_states, states, equal_nan=True, **bound)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("dtype", recurrent.DTYPES)
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize(("channels", "has_bias"), [(11, True), (600, False)])
+def test_cpu_kernel_computes_a_gated_convolution(kind, dtype, variant, channels, has_bias):
+    """Channels of a part of a vector, and of several tasks."""
+    torch.manual_seed(0)
+    lengths = LENGTHS[kind]
+    y = torch.randn(sum(lengths), 3 * channels).to(dtype)
+    kernel, bias = torch.randn(channels, WIDTH), torch.randn(channels) if has_bias else None
+    windows = torch.randn(SLOTS, WIDTH - 1, channels).to(dtype)
+    windows[READS[-1]] = torch.nan
+    own_windows, given = windows.clone(), sequences(lengths)
+    b, c, x = y.chunk(3, 1)
+    expected = c * short_convolution(b * x, kernel, windows, given, bias, has_silu=False)
+    with cpu.using(variant):
+        layer = recurrent.GatedConvolution(kernel, bias, own_windows)
+        found = layer(y, step_of(given, kind))
+    bound = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(found, expected, **bound)
+    torch.testing.assert_close(own_windows, windows, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", recurrent.DTYPES)
