@@ -77,7 +77,7 @@ def test_right_models_are_ok(verdicts, name, flags):
     code, found = verdicts(name, *flags)
     assert code == 0
     assert list(found) == COMPARISONS
-    is_skipped = name in (*WITH_EXPERTS, "lfm2")  # whose steps are not recorded
+    is_skipped = name in WITH_EXPERTS  # whose steps are not recorded
     assert {one["verdict"] for one in found.values()} == {"ok"} | (
         {"skipped"} if is_skipped else set()
     )
