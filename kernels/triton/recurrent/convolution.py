@@ -107,6 +107,15 @@ def convolve_prompts(
 
 
 @triton.jit
+def tokens_of(request, start_ptr, length_ptr, read_ptr):
+    """Return (first token, number of tokens, whether it begins here, slot to read) of a request."""
+    first = tl.load(start_ptr + request)
+    count = tl.load(start_ptr + request + 1) - first
+    is_first = tl.load(length_ptr + request) <= count
+    return first, count, is_first, tl.load(read_ptr + request).to(tl.int64)
+
+
+@triton.jit
 def silu(x):
     return x * tl.sigmoid(x)
 
@@ -173,11 +182,9 @@ def _convolution_step_kernel(
     wait(PDL)
     release(PDL)
     request = tl.program_id(0)
-    token = tl.load(start_ptr + request)
-    if tl.load(start_ptr + request + 1) - token != 1:
+    token, count, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
+    if count != 1:
         return
-    is_first = tl.load(length_ptr + request) <= 1
-    read = tl.load(read_ptr + request).to(tl.int64)
     write = tl.load(write_ptr + request).to(tl.int64)
     keep = tl.load(keep_ptr + request).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -219,10 +226,7 @@ def _convolve_kernel(
     if begin == end:
         return
     request = tl.load(chunk_ptr + chunk + 2)
-    first = tl.load(start_ptr + request)
-    length = tl.load(start_ptr + request + 1) - first
-    is_first = tl.load(length_ptr + request) <= length
-    read = tl.load(read_ptr + request).to(tl.int64)
+    first, _, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = begin + tl.arange(0, CHUNK)[:, None]
     is_channel = (channel < channels)[None, :]
@@ -270,12 +274,9 @@ def _window_kernel(
 ):
     """Write some channels of a request's window, and of its snapshot."""
     request = tl.program_id(0)
-    first = tl.load(start_ptr + request)
-    length = tl.load(start_ptr + request + 1) - first
+    first, length, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
     if length <= 1:
         return
-    is_first = tl.load(length_ptr + request) <= length
-    read = tl.load(read_ptr + request).to(tl.int64)
     write = tl.load(write_ptr + request).to(tl.int64)
     keep = tl.load(keep_ptr + request).to(tl.int64)
     after = tl.load(after_ptr + request)

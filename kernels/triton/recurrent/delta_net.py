@@ -24,7 +24,7 @@ from toolkit.kernels.recurrent import CHUNK, EPS
 
 from ..pdl import release, supported, wait
 from ..sizes import power_of_two
-from .convolution import convolve_one, convolve_prompts, silu
+from .convolution import convolve_one, convolve_prompts, silu, tokens_of
 from .step import RecurrentStep
 
 VALUES_AT_ONCE = 64  # columns of a state that a program updates together
@@ -194,11 +194,9 @@ def _delta_step_kernel(
     wait(PDL)
     release(PDL)
     request, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(start_ptr + request)
-    if tl.load(start_ptr + request + 1) - token != 1:
+    token, count, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
+    if count != 1:
         return
-    is_first = tl.load(length_ptr + request) <= 1
-    read = tl.load(read_ptr + request).to(tl.int64)
     write = tl.load(write_ptr + request).to(tl.int64)
     keep = tl.load(keep_ptr + request).to(tl.int64)
     KEYS: tl.constexpr = K_HEADS * K_SIZE
@@ -383,12 +381,9 @@ def _scan_kernel(
     VALUES: tl.constexpr = V_HEADS * V_SIZE
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     request, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(start_ptr + request)
-    length = tl.load(start_ptr + request + 1) - first
+    first, length, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
     if length <= 1:
         return
-    is_first = tl.load(length_ptr + request) <= length
-    read = tl.load(read_ptr + request).to(tl.int64)
     write = tl.load(write_ptr + request).to(tl.int64)
     keep = tl.load(keep_ptr + request).to(tl.int64)
     kept_end = first + tl.load(after_ptr + request)
