@@ -218,6 +218,15 @@ def test_states_in_bfloat16_take_half_the_memory_and_change_little(model, folder
     assert (wide, narrow) == (120 + 512, 120 + 256)
 
 
+def test_a_type_of_states_that_changes_nothing_is_reported(checkpoint, caplog):
+    for name in ("lfm2", "qwen3.5", "gpt2"):
+        llm = LLM(str(checkpoint(name)), **SETTINGS, mamba_ssm_cache_dtype="bfloat16")
+        llm.shutdown()
+        reported = "--mamba-ssm-cache-dtype bfloat16 changes nothing" in caplog.text
+        assert reported == (name != "qwen3.5")
+        caplog.clear()
+
+
 def test_states_of_requests_come_before_blocks_and_snapshots():
     row, token = RowMemory((Part(2, 512, in_float32=True),)), TokenMemory.of_keys(1, 8)
     hybrid, plain = (

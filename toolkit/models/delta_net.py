@@ -61,6 +61,7 @@ def gpu_step_of(batch: AttentionBatch, kernels: TritonKernels) -> RecurrentStep:
 
 
 def cpu_step_of(batch: AttentionBatch) -> recurrent.RecurrentStep:
+    """Return a step's requests, as CPU kernels take them."""
     if "recurrent" not in batch.plan:
         assert batch.states is not None
         batch.plan["recurrent"] = recurrent.RecurrentStep(

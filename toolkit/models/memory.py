@@ -118,6 +118,12 @@ class MemoryLayout:
             for part in one.parts
         )
 
+    @property
+    def has_float32_rows(self) -> bool:
+        """True if the type of --mamba-ssm-cache-dtype is that of some part."""
+        rows = (one for one in (*self.layers, *self.drafter) if isinstance(one, RowMemory))
+        return any(part.in_float32 for one in rows for part in one.parts)
+
     def layer_bytes(self, memory: TokenMemory) -> int:
         """Return the bytes of a layer's part of a block."""
         return self.block_size * self.itemsize * sum(part.count for part in memory.parts)

@@ -90,6 +90,12 @@ def choose_size(
     num_blocks, num_host_blocks, num_requests, num_snapshots = map(world.minimum, counts)
     has_states = world.minimum(-bool(layout.row_bytes)) < 0  # on any stage
     num_state_slots = num_requests + num_snapshots if has_states else 0
+    is_typed = world.minimum(-layout.has_float32_rows) < 0
+    if cache.mamba_ssm_cache_dtype != "auto" and not is_typed and world.rank == 0:
+        logger.warning(
+            "--mamba-ssm-cache-dtype %s changes nothing: no layer of this model keeps such a state",
+            cache.mamba_ssm_cache_dtype,
+        )
     if has_states and num_state_slots < setup.max_num_seqs and world.rank == 0:
         logger.warning(
             "at most %d requests run at once, not %d (--max-num-seqs): the state of each takes %s",
