@@ -140,4 +140,6 @@ async def test_answers_survive_their_core(folder, forked_processes: None):
                     psutil.Process(killed[0]).kill()
 
             assert await run(kill) == whole
-            assert llm.replicas[0].link.pid != killed[0]
+            # The last tokens may have been on their way when it was killed.
+            while llm.replicas[0].link.pid == killed[0]:
+                await asyncio.sleep(0.01)
