@@ -70,9 +70,7 @@ def test_answers_equal_transformers(model, folder, mode):
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
 def test_gpu_kernels_answer_like_transformers(checkpoint, rerun_graphs, monkeypatch, name):
     """Prompts in chunks next to decoding, a tail of one token, and padded steps of one token."""
-    for module in ("delta_net", "short_convolution"):
-        patched = f"toolkit.models.{module}.kernels_for"
-        monkeypatch.setattr(patched, lambda device: TritonKernels())
+    monkeypatch.setattr("toolkit.models.recurrent.kernels_for", lambda device: TritonKernels())
     case = Case(name, checkpoint(name))
     limits = {"max_num_batched_tokens": 49, "max_num_seqs": 3, "attention_backend": "torch"}
     llm = case.engine(**SETTINGS | limits)

@@ -182,6 +182,15 @@ MINIMAX = {
     "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1,
     "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192,
 }  # fmt: skip
+PUBLISHED_QWEN35 = {
+    "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "num_hidden_layers": 8,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+        "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
 OLD_SPELLINGS: list[tuple[str, dict]] = [
     ("gemma", {"hidden_act": "gelu", "hidden_activation": None, "rope_theta": 5e4}),
     ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}),
@@ -230,6 +239,7 @@ OLD_SPELLINGS: list[tuple[str, dict]] = [
     ("glm4", {"rope_theta": 5e4, "partial_rotary_factor": 0.25}),
     ("stablelm", {"rope_theta": 5e4, "partial_rotary_factor": 0.5, "rope_scaling": None}),
     ("starcoder2", {"rope_theta": 5e4, "mlp_type": "default", "sliding_window": 64}),
+    ("qwen3_5_text", PUBLISHED_QWEN35),
     ("seed_oss", {"rope_theta": 1e7, "rope_scaling": {"rope_type": "default"}}),
     ("ernie4_5", {"rope_theta": 5e4, "use_rmsnorm": True}),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", **WITH_ALPHA}, "head_dim": 128}),

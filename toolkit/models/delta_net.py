@@ -1,82 +1,24 @@
 """Gated delta nets: linear attention whose state forgets, and replaces what a key stood for."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from toolkit.attention import AttentionBatch
 from toolkit.distributed import current_group, even_shard, full_shard
 from toolkit.kernels.cpu import recurrent
 from toolkit.kernels.recurrent import Sequences, gated_delta_rule, gated_norm, short_convolution
-from toolkit.kernels.table import TritonKernels, kernels_for
+from toolkit.kernels.table import TritonKernels
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models import describe
 from toolkit.models.memory import RowMemory
-from toolkit.models.mix import Mix
-from toolkit.models.model import Keeper
-from toolkit.weights.quantization import target_device
+from toolkit.models.recurrent import CPULayer, GPULayer, RecurrentMix
 from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
 from toolkit.weights.weight import parameter
 
-if TYPE_CHECKING:
-    from toolkit.kernels.triton.products.matmul import Unscaled
-    from toolkit.kernels.triton.recurrent.step import RecurrentStep
 
-
-def sequences_of(batch: AttentionBatch) -> Sequences:
-    """Return the tokens and states of a step's requests."""
-    if "sequences" not in batch.plan:
-        states = batch.states
-        assert states is not None
-        is_prompt = batch.max_query_len > 1
-        batch.plan["sequences"] = Sequences(
-            batch.query_start_loc.tolist() if is_prompt else None,
-            states.reads,
-            states.writes,
-            batch.is_first,
-            states.keeps,
-            states.after.tolist() if is_prompt else [],
-        )
-    found: Sequences = batch.plan["sequences"]
-    return found
-
-
-def gpu_step_of(batch: AttentionBatch, kernels: TritonKernels) -> RecurrentStep:
-    """Return a step's requests, as GPU kernels take them."""
-    if "recurrent" not in batch.plan:
-        assert batch.states is not None
-        batch.plan["recurrent"] = kernels.recurrent_step(
-            batch.query_start_loc,
-            batch.seq_lens,
-            len(batch.positions),
-            batch.max_query_len,
-            *batch.states.tensors,
-        )
-    found: RecurrentStep = batch.plan["recurrent"]
-    return found
-
-
-def cpu_step_of(batch: AttentionBatch) -> recurrent.RecurrentStep:
-    """Return a step's requests, as CPU kernels take them."""
-    if "recurrent" not in batch.plan:
-        assert batch.states is not None
-        batch.plan["recurrent"] = recurrent.RecurrentStep(
-            batch.query_start_loc, batch.seq_lens, *batch.states.tensors
-        )
-    found: recurrent.RecurrentStep = batch.plan["recurrent"]
-    return found
-
-
-class DeltaNetMix(Mix, Keeper):
+class DeltaNetMix(RecurrentMix):
     """A gated delta net. Its queries, keys, values, gates and rates are one product."""
-
-    input: MergedLinear
-    output: Linear
-    attends = True
 
     def __init__(self, net: describe.DeltaNet, hidden: int, _: object) -> None:
         super().__init__()
@@ -100,51 +42,35 @@ class DeltaNetMix(Mix, Keeper):
             parameter(torch.zeros(v_heads.count, dtype=torch.float32)) for _ in range(2)
         )
         self._v_heads = v_heads
-        self.windows: torch.Tensor | None = None
-        kernels = kernels_for(target_device())
-        self._gpu = kernels if isinstance(kernels, TritonKernels) else None
-        self.may_synchronize = self._gpu is None
-        self._is_loaded = False
-        self._layer: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] = self._compute
 
-    def bind(self, *tensors: torch.Tensor) -> None:
-        """`tensors`: windows and states, [num_slots, heads, size] each."""
+    def shape_states(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return windows, [num_slots, width - 1, channels], and states, [..., k_size, v_size]."""
         windows, states = tensors
         net, slots = self.net, len(windows)
-        self.windows = windows.view(slots, net.width - 1, -1)
-        self.states = states.view(slots, self.num_v_heads, net.k_size, net.v_size)
-        self._prepare()
+        return (
+            windows.view(slots, net.width - 1, -1),
+            states.view(slots, self.num_v_heads, net.k_size, net.v_size),
+        )
 
-    def pack(self) -> None:
-        """Prepare the kernels, if there are any. Called once, after loading."""
-        self._is_loaded = True
-        self._prepare()
+    def gpu_layer(self, kernels: TritonKernels) -> GPULayer:
+        return kernels.delta_net(*self._tensors)
 
-    def _prepare(self) -> None:
-        """Make the kernels once weights and states are there."""
-        if not self._is_loaded or self.windows is None:
-            return
-        numbers = self.net.eps, self.net.rate
-        weights = self.kernel, self.a_log, self.dt_bias, self.norm_weight, *numbers
-        places = self.windows, self.states, self.num_k_heads
-        if (kernels := self._gpu) is not None:
-            on_gpu = kernels.delta_net(*weights, *places)
-            self._layer = lambda y, batch: on_gpu(y, gpu_step_of(batch, kernels))
-        elif recurrent.supports(self.windows, self.states):
-            on_cpu = recurrent.DeltaNet(*weights, *places)
-            self._layer = lambda y, batch: on_cpu(y, cpu_step_of(batch))
+    def cpu_layer(self) -> CPULayer:
+        return recurrent.DeltaNet(*self._tensors)
 
-    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
-        """Return the input of `output`, [num_tokens, v_heads · v_size]."""
-        return self._layer(self.input(x), batch)
+    @property
+    def _tensors(self) -> tuple[Any, ...]:
+        """What kernels take, in their order."""
+        net = self.net
+        weights = self.kernel, self.a_log, self.dt_bias, self.norm_weight, net.eps, net.rate
+        return *weights, *self.states, self.num_k_heads
 
-    def _compute(self, y: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Compute all but the products in PyTorch. y: [num_tokens, q | k | v | z | b | a]."""
-        net, sequences = self.net, sequences_of(batch)
+    def compute(self, y: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        """Return [num_tokens, v_heads · v_size]. y: [num_tokens, q | k | v | z | b | a]."""
+        net, (windows, states) = self.net, self.states
         widths = [sum(self._widths[:3]), *self._widths[3:]]
         qkv, z, b, a = torch.split(y, widths, dim=1)
-        assert self.windows is not None
-        qkv = short_convolution(qkv, self.kernel, self.windows, sequences)
+        qkv = short_convolution(qkv, self.kernel, windows, sequences)
         q, k, v = torch.split(qkv, self._widths[:3], dim=1)
         decay = -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)
         out = gated_delta_rule(
@@ -152,8 +78,8 @@ class DeltaNetMix(Mix, Keeper):
             k.reshape(-1, self.num_k_heads, net.k_size),
             v.reshape(-1, self.num_v_heads, net.v_size),
             decay,
-            self.net.rate * b.float().sigmoid(),
-            self.states,
+            net.rate * b.float().sigmoid(),
+            states,
             sequences,
         )
         gated_norm(out, z.reshape(out.shape), self.norm_weight, net.eps)

@@ -56,7 +56,10 @@ class DeltaNetConfig(DecoderConfig, kw_only=True):
 class HybridConfig(DeltaNetConfig, kw_only=True):
     """Fields of decoders with gated delta nets and gated attention."""
 
-    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"attn_output_gate": (True,)}
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {
+        "attn_output_gate": (True,),
+        "mamba_ssm_dtype": ("float32",),
+    }
 
     hidden_size: Size = 2048
     num_attention_heads: Size = 16
@@ -64,6 +67,8 @@ class HybridConfig(DeltaNetConfig, kw_only=True):
     head_dim: Size | None = 256
     max_position_embeddings: Size = 32768
     partial_rotary_factor: float | None = 0.25
+    mtp_num_hidden_layers: int = 0
+    """Layers that propose tokens. The decoder has none of them."""
 
 
 class Config(HybridConfig, kw_only=True):
