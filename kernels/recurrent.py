@@ -1,10 +1,14 @@
 """Definitions of the kernels of layers with a state for each request, in plain PyTorch.
 
-A step's tokens are packed, request after request. A request's state is read in one slot and written
-in another, or the same; all are read before any is written."""
+A step's tokens are packed, request after request. Each request has slots, where its state is read
+and written, and where the inputs of its last tokens are: of the token at position p in row
+p % rows, for the convolution and for drafts. A draft's update waits there until a later step knows
+that it was accepted: the state is read once in a step, and written once, with certain tokens only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,46 +19,112 @@ CHUNK = 64  # tokens of a prompt that are computed together
 EPS = 1e-6  # of the norm of queries and keys
 
 
-class Sequences(NamedTuple):
-    """Tokens and states of a step's requests."""
+class Span(NamedTuple):
+    """A request in a step. Positions are those of its tokens in its sequence.
 
-    starts: list[int] | None  # first token of each, and the end; None: each has one token
-    reads: torch.Tensor  # [num_reqs] int, slot of the state before
-    writes: torch.Tensor  # [num_reqs] int, slot of the state after
-    is_first: torch.Tensor  # [num_reqs] bool: the state before is zeros, whatever the slot has
-    keeps: torch.Tensor  # [num_reqs] int, slot of a snapshot; negative: none
-    after: list[int]  # number of each request's tokens in its snapshot, if each has several
+    No slot that is written is another request's."""
+
+    first: int  # the step's row of its first token
+    start: int  # position of its first token
+    end: int  # position after its last
+    begin: int  # number of tokens in the state that is read: drafts from here to `start` are right
+    written: int  # number of tokens in the state that is written: drafts are beyond
+    read: int  # slot
+    write: int
+    keep: int  # slot of a snapshot; negative: none
+    kept: int  # number of tokens in the snapshot, if the step passes it
+
+    @property
+    def keeps(self) -> bool:
+        """True if the snapshot is written."""
+        return self.keep >= 0 and self.begin < self.kept <= self.written
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
-def short_convolution(
+def delta_net(
+    y: torch.Tensor,
+    kernel: torch.Tensor,
+    a_log: torch.Tensor,
+    time: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    rate: float,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    num_k_heads: int,
+    spans: Iterable[Span],
+) -> torch.Tensor:
+    """Return the output of a gated delta net, [num_tokens, v_heads · v_size].
+
+    y: [num_tokens, q | k | v | z | b | a]; kernel: [channels, width], of q, k and v; a_log, time:
+    [v_heads]; norm: [v_size]; rate: see `describe.DeltaNet`; inputs: [slots, rows, q | k | v | b |
+    a], at least width + 2 · drafts rows; states: [slots, v_heads, k_size, v_size]."""
+    _, v_heads, k_size, v_size = states.shape
+    (channels, width), keys, values = kernel.shape, num_k_heads * k_size, v_heads * v_size
+    own = torch.cat((y[:, :channels], y[:, channels + values :]), 1)
+    out = torch.empty(len(y), v_heads, v_size, dtype=y.dtype, device=y.device)
+    for span in spans:
+        rows = _recall(own, inputs, span, width - 1)
+        q, k, v = torch.split(convolve(rows[:, :channels], kernel), [keys, keys, values], 1)
+        b, a = rows[width - 1 :, channels:].float().chunk(2, 1)
+        before = states[span.read].float() if span.begin else torch.zeros_like(states[0]).float()
+        found, after = gated_delta_rule(
+            q.reshape(-1, num_k_heads, k_size),
+            k.reshape(-1, num_k_heads, k_size),
+            v.reshape(-1, v_heads, v_size),
+            -a_log.exp() * F.softplus(a + time),
+            rate * b.sigmoid(),
+            before,
+            {span.written - span.begin, span.kept - span.begin},
+        )
+        out[span.first : span.first + span.num_tokens] = found[span.start - span.begin :]
+        states[span.write] = after[span.written - span.begin].to(states.dtype)
+        if span.keeps:
+            states[span.keep] = after[span.kept - span.begin].to(states.dtype)
+        _remember(rows, inputs, span, width - 1)
+    z = y[:, channels : channels + values].reshape(out.shape)
+    gated_norm(out, z, norm, eps)
+    return out.flatten(1)
+
+
+def gated_convolution(
+    y: torch.Tensor,
+    kernel: torch.Tensor,
+    bias: torch.Tensor | None,
+    inputs: torch.Tensor,
+    spans: Iterable[Span],
+) -> torch.Tensor:
+    """Return c · (convolution of b · x), [num_tokens, channels]. y: [num_tokens, b | c | x].
+
+    kernel: [channels, width]; inputs: [slots, rows, channels], as in `delta_net`."""
+    b, c, x = y.chunk(3, 1)
+    own, before = b * x, kernel.shape[1] - 1
+    out = torch.empty_like(own)
+    for span in spans:
+        rows = _recall(own, inputs, span, before)
+        found = convolve(rows, kernel, bias, has_silu=False)
+        out[span.first : span.first + span.num_tokens] = found[span.start - span.begin :]
+        _remember(rows, inputs, span, before)
+    return c * out
+
+
+def convolve(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    windows: torch.Tensor,
-    sequences: Sequences,
+    kernel: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     has_silu: bool = True,
 ) -> torch.Tensor:
     """Return the causal convolution of each channel, and silu of it, [num_tokens, channels].
 
-    weight: [channels, width]; windows: [num_slots, width - 1, channels], the inputs before."""
-    before = _before(windows, sequences).to(x.dtype)
-    width = weight.shape[1]
-    kernel = weight.float().T  # [width, channels]
-    if sequences.starts is None:
-        inputs = torch.cat((before, x[:, None]), 1)
-        _write(windows, inputs[:, 1:], sequences)
-        return _activated((inputs.float() * kernel).sum(1), bias, has_silu).to(x.dtype)
-    out = torch.empty_like(x)
-    for index, (first, end) in enumerate(_spans(sequences.starts)):
-        inputs = torch.cat((before[index], x[first:end]))
-        windows[sequences.writes[index]] = inputs[end - first :].to(windows.dtype)
-        if (after := sequences.after[index]) > 0:
-            kept = inputs[after : after + width - 1]
-            windows[sequences.keeps[index]] = kept.to(windows.dtype)
-        parts = inputs.float().unfold(0, width, 1)  # [tokens, channels, width]
-        out[first:end] = _activated((parts * kernel.T).sum(2), bias, has_silu).to(x.dtype)
-    return out
+    x: [width - 1 + num_tokens, channels], with the inputs before; kernel: [channels, width]."""
+    parts = x.float().unfold(0, kernel.shape[1], 1)  # [tokens, channels, width]
+    y = (parts * kernel.float()).sum(2)
+    y = y if bias is None else y + bias
+    return (F.silu(y) if has_silu else y).to(x.dtype)
 
 
 def gated_delta_rule(
@@ -63,35 +133,27 @@ def gated_delta_rule(
     v: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    states: torch.Tensor,
-    sequences: Sequences,
-) -> torch.Tensor:
+    state: torch.Tensor,
+    stops: Iterable[int] = (),
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Return the outputs [num_tokens, v_heads, v_size] of a gated delta net (arXiv:2412.06464).
 
-    S = exp(decay) · S; S = S + k (beta · (v - Sᵀ k))ᵀ; the output is Sᵀ q / sqrt(k_size), with
-    queries and keys of length 1. Consecutive heads of values share one of queries and keys.
-    q, k: [num_tokens, k_heads, k_size]; decay, beta: [num_tokens, v_heads] fp32;
-    states: [num_slots, v_heads, k_size, v_size]. Computed in fp32."""
-    state = _before(states, sequences).float()
+    And the states after as many tokens as each of `stops` says. For each token: S = exp(decay) · S;
+    S = S + k (beta · (v - Sᵀ k))ᵀ; the output is Sᵀ q / sqrt(k_size), with queries and keys of
+    length 1. Consecutive heads of values share one of queries and keys. q, k: [num_tokens, k_heads,
+    k_size]; decay, beta: [num_tokens, v_heads] fp32; state: fp32 [v_heads, k_size, v_size]."""
     dtype, group = v.dtype, v.shape[1] // k.shape[1]
     q, k = (_unit(one).repeat_interleave(group, 1) for one in (q, k))
-    q, v = q * q.shape[-1] ** -0.5, v.float()
-    if sequences.starts is None:
-        state = state * decay.exp()[..., None, None]
-        update = (v - _read(state, k)) * beta[..., None]
-        state = state + k[..., None] * update[..., None, :]
-        _write(states, state, sequences)
-        return _read(state, q).to(dtype)
-    out = torch.empty_like(v)
-    for index, (first, end) in enumerate(_spans(sequences.starts)):
-        own, after = state[index], sequences.after[index]
-        for at, stop in _chunks(first, end, after):
-            part = slice(at, stop)
-            out[part], own = _chunk(q[part], k[part], v[part], decay[part], beta[part], own)
-            if stop - first == after:
-                states[sequences.keeps[index]] = own.to(states.dtype)
-        states[sequences.writes[index]] = own.to(states.dtype)
-    return out.to(dtype)
+    q, v, out = q * q.shape[-1] ** -0.5, v.float(), torch.empty_like(v)
+    places = sorted({0, len(q)} | {one for one in stops if 0 < one < len(q)})
+    states: dict[int, torch.Tensor] = {}
+    for first, last in pairwise(places):
+        for at in range(first, last, CHUNK):
+            part = slice(at, min(at + CHUNK, last))
+            own, state = _chunk(q[part], k[part], v[part], decay[part], beta[part], state)
+            out[part] = own.to(dtype)
+        states[last] = state
+    return out, states
 
 
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -126,41 +188,23 @@ def _chunk(
     return out.transpose(0, 1), state
 
 
-def _before(states: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return the states before the step, [num_reqs, ...]. A slot of no request may have NaN."""
-    is_first = sequences.is_first.view(-1, *[1] * (states.dim() - 1))
-    return states[sequences.reads].masked_fill(is_first, 0.0)
+def _recall(x: torch.Tensor, inputs: torch.Tensor, span: Span, before: int) -> torch.Tensor:
+    """Return inputs from `before` positions before `span.begin` to the end; zeros before 0."""
+    where = torch.arange(span.begin - before, span.start, device=x.device)
+    old = inputs[span.read, where % inputs.shape[1]].masked_fill(where[:, None] < 0, 0.0)
+    return torch.cat((old.to(x.dtype), x[span.first : span.first + span.num_tokens]))
 
 
-def _write(states: torch.Tensor, after: torch.Tensor, sequences: Sequences) -> None:
-    """Write the states after the step of requests with one token each, and snapshots."""
-    after = after.to(states.dtype)
-    states[sequences.writes] = after
-    which = (sequences.keeps >= 0).nonzero()[:, 0]
-    states[sequences.keeps[which]] = after[which]
+def _remember(rows: torch.Tensor, inputs: torch.Tensor, span: Span, before: int) -> None:
+    """Keep what later steps recall: inputs before the state that is written, and of drafts.
 
-
-def _chunks(first: int, end: int, after: int) -> list[tuple[int, int]]:
-    """Return parts of a request's tokens, one of which ends where its snapshot does."""
-    middle = first + max(after, 0)
-    starts = [*range(first, middle, CHUNK), *range(middle, end, CHUNK)]
-    return list(pairwise([*starts, end]))
-
-
-def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return Sᵀ k of each head, [..., v_size]."""
-    return (state * key[..., None]).sum(-2)
-
-
-def _activated(y: torch.Tensor, bias: torch.Tensor | None, has_silu: bool) -> torch.Tensor:
-    y = y if bias is None else y + bias
-    return F.silu(y) if has_silu else y
+    rows: as `_recall` returns them."""
+    kept = [(span.keep, span.kept, span.kept)] if span.keeps else []
+    for slot, number, end in ((span.write, span.written, span.end), *kept):
+        where = torch.arange(max(0, number - before), end, device=rows.device)
+        inputs[slot, where % inputs.shape[1]] = rows[where - (span.begin - before)].to(inputs.dtype)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
-
-
-def _spans(starts: list[int]) -> list[tuple[int, int]]:
-    return list(pairwise(starts))

@@ -139,7 +139,7 @@ class TritonKernels(Kernels):
         # Layers with a state for each request
         self.recurrent_step = step.RecurrentStep
         self.delta_net = delta_net.DeltaNet
-        self.gated_convolution = convolution.gated_convolution
+        self.gated_convolution = convolution.GatedConvolution
 
         # Sampling
         self.penalize = self.penalize_in_graph = penalties.penalize

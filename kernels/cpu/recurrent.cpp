@@ -15,23 +15,51 @@ struct Net {
   const float *kernel;          // [width, channels]
   const float *decay, *time;    // [v_heads]
   const float *norm;            // [v_size]
-  void* windows;                // [slots, width - 1, channels], in the type of the inputs
+  void* inputs;                 // [slots, rows, channels | b | a], in the type of the rows
   float* states;                // [slots, v_heads, k_size, v_size]
-  int64_t k_heads, v_heads, k_size, v_size, width, is_bf16;
+  int64_t k_heads, v_heads, k_size, v_size, width, rows, is_bf16;
   float eps, rate;
 };
 
 // Mirror of `_Convolution` in recurrent.py.
 struct Convolution {
   const float *kernel, *bias;  // [width, channels], [channels] or null
-  void* windows;               // [slots, width - 1, channels], in the type of the inputs
-  int64_t channels, width, is_bf16;
+  void* inputs;                // [slots, rows, channels], in the type of the rows
+  int64_t channels, width, rows, is_bf16;
 };
 
-// Mirror of `_Step` in recurrent.py: [num_reqs] each, starts one more.
+// Mirror of `_Step` in recurrent.py: [num_reqs] each, starts one more. The last two may be null.
 struct RecurrentStep {
-  const int32_t *starts, *lengths, *reads, *writes, *keeps, *after;
+  const int32_t *starts, *lengths, *reads, *writes, *keeps, *kept, *begins, *written;
   int64_t num_reqs;
+};
+
+// A request in a step, as `recurrent.Span`.
+struct Span {
+  int64_t first, start, end, begin, written, read, write, keep, kept;
+
+  Span(const RecurrentStep& step, int64_t request)
+      : first(step.starts[request]),
+        start(step.lengths[request] - step.starts[request + 1] + first),
+        end(step.lengths[request]),
+        begin(step.begins ? step.begins[request] : start),
+        written(step.written ? step.written[request] : end),
+        read(step.reads[request]),
+        write(step.writes[request]),
+        keep(step.keeps[request]),
+        kept(step.kept[request]) {}
+
+  bool is_empty() const { return start == end; }
+
+  bool keeps() const { return keep >= 0 && begin < kept && kept <= written; }
+
+  // Calls f(slot) for each slot where later steps look for the input at a position: of the state
+  // that is written, of drafts, and of the snapshot.
+  template <class F>
+  void for_slots(int64_t position, int64_t before, F&& f) const {
+    if (position >= written - before && (position >= start || read != write)) f(write);
+    if (keeps() && position >= kept - before && position < kept) f(keep);
+  }
 };
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
@@ -123,25 +151,28 @@ void run_head(const Net& net, const RecurrentStep& step, const T* y, T* out, int
   const Range ranges[] = {{head * net.k_size, net.k_size},
                           {keys + head * net.k_size, net.k_size},
                           {2 * keys + head * own_values, own_values}};
-  const int64_t first = step.starts[request], end = step.starts[request + 1];
-  if (first == end) return;
-  const bool is_first = step.lengths[request] <= end - first;
-  const int64_t write = step.writes[request], keep = step.keeps[request];
+  const Span span(step, request);
+  if (span.is_empty()) return;
   const int64_t matrix = net.k_size * net.v_size, state_size = group * matrix;
   const auto state_of = [&](int64_t slot) {
     return net.states + (slot * net.v_heads + head * group) * matrix;
   };
-  float* const state = state_of(write);
-  if (is_first) {
+  float* state = state_of(span.write);
+  if (span.begin == 0) {
     std::memset(state, 0, state_size * sizeof(float));
-  } else if (step.reads[request] != write) {
-    std::memcpy(state, state_of(step.reads[request]), state_size * sizeof(float));
+  } else if (span.read != span.write) {
+    std::memcpy(state, state_of(span.read), state_size * sizeof(float));
   }
-  float* const window = static_cast<float*>(scratch((before + 1) * own * sizeof(float) +
-                                                    net.v_size * sizeof(float)));
+  const bool has_drafts = span.written < span.end;
+  float* const window = static_cast<float*>(
+      scratch((net.width * own + net.v_size + has_drafts * state_size) * sizeof(float)));
   float* const mixed = window + before * own;  // queries, keys and values of a token
   float* const read = mixed + own;
-  T* const windows = static_cast<T*>(net.windows);
+  const int64_t columns = channels + 2 * net.v_heads;  // of inputs
+  T* const inputs = static_cast<T*>(net.inputs);
+  const auto input_of = [&](int64_t slot, int64_t position) {
+    return inputs + (slot * net.rows + position % net.rows) * columns;
+  };
   const auto each = [&](auto&& f) {
     int64_t at = 0;
     for (const Range& range : ranges) {
@@ -149,32 +180,46 @@ void run_head(const Net& net, const RecurrentStep& step, const T* y, T* out, int
       at += range.count;
     }
   };
-  for (int64_t row = 0; row < before; ++row) {
-    const T* old = windows + (step.reads[request] * before + row) * channels;
+  // The window is a ring: row (position + i) % before is the i-th oldest.
+  const auto place_of = [&](int64_t position) {
+    return window + (position + before) % before * own;
+  };
+  for (int64_t position = span.begin - before; position < span.begin; ++position) {
+    const T* const row = position < 0 ? nullptr : input_of(span.read, position);
     each([&](int64_t at, int64_t channel, int64_t n) {
-      const Vec part = is_first ? Vec{} : load_part(old + channel, n);
-      store_part(window + row * own + at, part, n);
+      store_part(place_of(position) + at, row ? load_part(row + channel, n) : Vec{}, n);
     });
   }
-  // The window is a ring: row (token + i) % before is the i-th oldest.
-  const auto save = [&](int64_t slot, int64_t token) {
-    for (int64_t row = 0; row < before; ++row) {
-      T* target = windows + (slot * before + row) * channels;
-      const float* source = window + (token + row) % before * own;
-      each([&](int64_t at, int64_t channel, int64_t n) {
-        store_part(target + channel, load_part(source + at, n), n);
+  // Remembers the input at a position. Its gates are those of drafts.
+  const auto remember = [&](int64_t position, const T* row, const T* gates) {
+    span.for_slots(position, before, [&](int64_t slot) {
+      T* const target = input_of(slot, position);
+      each([&](int64_t, int64_t channel, int64_t n) {
+        store_part(target + channel, load_part(row + channel, n), n);
       });
-    }
+      for (int64_t i = head * group; i < (head + 1) * group; ++i) {
+        target[channels + i] = gates[i];
+        target[channels + net.v_heads + i] = gates[net.v_heads + i];
+      }
+    });
   };
+  for (int64_t position = span.begin - before < 0 ? 0 : span.begin - before;
+       position < span.begin; ++position) {
+    const T* const row = input_of(span.read, position);
+    remember(position, row, row + channels);
+  }
   const float scale = 1.0f / std::sqrt(static_cast<float>(net.k_size));
-  for (int64_t token = 0; token < end - first; ++token) {
-    const T* row = y + (first + token) * stride;
-    float* const oldest = window + token % before * own;
+  for (int64_t position = span.begin; position < span.end; ++position) {
+    const bool is_new = position >= span.start;
+    const int64_t token = span.first + position - span.start;
+    const T* const row = is_new ? y + token * stride : input_of(span.read, position);
+    const T* const gates = row + channels + is_new * values;
+    float* const oldest = place_of(position);
     each([&](int64_t at, int64_t channel, int64_t n) {
       const Vec x = load_part(row + channel, n);
       Vec total = x * load_part(net.kernel + before * channels + channel, n);
       for (int64_t i = 0; i < before; ++i) {
-        total += load_part(window + (token + i) % before * own + at, n) *
+        total += load_part(place_of(position + i) + at, n) *
                  load_part(net.kernel + i * channels + channel, n);
       }
       store_part(oldest + at, x, n);
@@ -184,21 +229,24 @@ void run_head(const Net& net, const RecurrentStep& step, const T* y, T* out, int
     make_unit(mixed + net.k_size, net.k_size, 1.0f);
     for (int64_t i = 0; i < group; ++i) {
       const int64_t v_head = head * group + i;
-      const T* const gates = row + channels + values;
       const float beta = net.rate * sigmoid(to_float(gates[v_head]));
       const float a = to_float(gates[net.v_heads + v_head]) + net.time[v_head];
       const float decay = std::exp(net.decay[v_head] * softplus(a));
       update_state(state + i * matrix, net.k_size, net.v_size, mixed, mixed + net.k_size,
                    mixed + 2 * net.k_size + i * net.v_size, decay, beta, read);
+      if (!is_new) continue;
       gated_norm(read, row + channels + v_head * net.v_size, net.norm, net.eps, net.v_size,
-                 out + (first + token) * values + v_head * net.v_size);
+                 out + token * values + v_head * net.v_size);
     }
-    if (keep >= 0 && token + 1 == step.after[request]) {
-      std::memcpy(state_of(keep), state, state_size * sizeof(float));
-      save(keep, token + 1);
+    remember(position, row, gates);
+    if (span.keeps() && position + 1 == span.kept) {
+      std::memcpy(state_of(span.keep), state, state_size * sizeof(float));
+    }
+    if (has_drafts && position + 1 == span.written) {
+      state = static_cast<float*>(
+          std::memcpy(read + net.v_size, state, state_size * sizeof(float)));
     }
   }
-  save(write, end - first);
 }
 
 template <class T>
@@ -213,30 +261,39 @@ void run(const Net& net, const RecurrentStep& step, const void* y, void* out) {
 template <class T>
 void convolve(const Convolution& net, const RecurrentStep& step, const T* y, T* out,
               int64_t request, int64_t at, int64_t count) {
-  const int64_t first = step.starts[request], end = step.starts[request + 1];
-  if (first == end) return;
+  const Span span(step, request);
+  if (span.is_empty()) return;
   const int64_t channels = net.channels, before = net.width - 1;
-  const int64_t keep = step.keeps[request];
-  const bool is_first = step.lengths[request] <= end - first;
-  T* const windows = static_cast<T*>(net.windows) + at;
-  T* const window = static_cast<T*>(scratch(before * count * sizeof(T)));
-  for (int64_t row = 0; row < before; ++row) {
-    const T* old = windows + (step.reads[request] * before + row) * channels;
-    for_each_vec(count, [&](int64_t i, int64_t n) {
-      store_part(window + row * count + i, is_first ? Vec{} : load_part(old + i, n), n);
-    });
-  }
-  // The window is a ring, as that of `run_head`.
-  const auto save = [&](int64_t slot, int64_t token) {
-    for (int64_t row = 0; row < before; ++row) {
-      std::memcpy(windows + (slot * before + row) * channels,
-                  window + (token + row) % before * count, count * sizeof(T));
-    }
+  T* const inputs = static_cast<T*>(net.inputs) + at;
+  const auto input_of = [&](int64_t slot, int64_t position) {
+    return inputs + (slot * net.rows + position % net.rows) * channels;
   };
-  for (int64_t token = 0; token < end - first; ++token) {
-    const T* b = y + (first + token) * 3 * channels + at;
-    T* const own = out + (first + token) * channels + at;
-    T* const oldest = window + token % before * count;
+  // The window is a ring: row (position + i) % before is the i-th oldest.
+  T* const window = static_cast<T*>(scratch(before * count * sizeof(T)));
+  const auto place_of = [&](int64_t position) {
+    return window + (position + before) % before * count;
+  };
+  const auto remember = [&](int64_t position, const T* row) {
+    span.for_slots(position, before, [&](int64_t slot) {
+      std::memcpy(input_of(slot, position), row, count * sizeof(T));
+    });
+  };
+  const int64_t oldest = span.begin - before < 0 ? 0 : span.begin - before;
+  for (int64_t position = oldest; position < span.start; ++position) {
+    remember(position, input_of(span.read, position));
+  }
+  for (int64_t position = span.start - before; position < span.start; ++position) {
+    if (position < 0) {
+      std::memset(place_of(position), 0, count * sizeof(T));
+    } else {
+      std::memcpy(place_of(position), input_of(span.read, position), count * sizeof(T));
+    }
+  }
+  for (int64_t position = span.start; position < span.end; ++position) {
+    const int64_t token = span.first + position - span.start;
+    const T* b = y + token * 3 * channels + at;
+    T* const own = out + token * channels + at;
+    T* const place = place_of(position);
     const auto rounded = [&](int64_t i, Vec x, int64_t n) {
       store_part(own + i, x, n);
       return load_part(own + i, n);
@@ -245,16 +302,15 @@ void convolve(const Convolution& net, const RecurrentStep& step, const T* y, T* 
       const Vec x = rounded(i, load_part(b + i, n) * load_part(b + 2 * channels + i, n), n);
       Vec total = x * load_part(net.kernel + before * channels + at + i, n);
       for (int64_t row = 0; row < before; ++row) {
-        total += load_part(window + (token + row) % before * count + i, n) *
+        total += load_part(place_of(position + row) + i, n) *
                  load_part(net.kernel + row * channels + at + i, n);
       }
       if (net.bias) total += load_part(net.bias + at + i, n);
-      store_part(oldest + i, x, n);
+      store_part(place + i, x, n);
       store_part(own + i, load_part(b + channels + i, n) * rounded(i, total, n), n);
     });
-    if (keep >= 0 && token + 1 == step.after[request]) save(keep, token + 1);
+    remember(position, place);
   }
-  save(step.writes[request], end - first);
 }
 
 template <class T>

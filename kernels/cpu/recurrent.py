@@ -15,18 +15,19 @@ _gated_convolution = Kernel("tk_gated_convolution", POINTER, POINTER, POINTER, P
 _gate_rows = Kernel("tk_gate_rows", POINTER, POINTER, SIZE, SIZE, SIZE, SIZE)
 
 
-def supports(windows: torch.Tensor, states: torch.Tensor | None = None) -> bool:
+def supports(inputs: torch.Tensor, states: torch.Tensor | None = None) -> bool:
     """Return True if there are kernels for these of a layer."""
-    has_types = windows.dtype in DTYPES and (states is None or states.dtype == torch.float32)
-    return has_types and windows.device.type == "cpu" and available()
+    has_types = inputs.dtype in DTYPES and (states is None or states.dtype == torch.float32)
+    return has_types and inputs.device.type == "cpu" and available()
 
 
 class _Net(ctypes.Structure):
     """Mirror of `Net` in recurrent.cpp."""
 
     _fields_ = [  # ctypes wants a list
-        *((name, POINTER) for name in ("kernel", "decay", "time", "norm", "windows", "states")),
-        *((name, SIZE) for name in ("k_heads", "v_heads", "k_size", "v_size", "width", "is_bf16")),
+        *((name, POINTER) for name in ("kernel", "decay", "time", "norm", "inputs", "states")),
+        *((name, SIZE) for name in ("k_heads", "v_heads", "k_size", "v_size")),
+        *((name, SIZE) for name in ("width", "rows", "is_bf16")),
         ("eps", FLOAT),
         ("rate", FLOAT),
     ]
@@ -36,8 +37,8 @@ class _Convolution(ctypes.Structure):
     """Mirror of `Convolution` in recurrent.cpp."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("kernel", "bias", "windows")),
-        *((name, SIZE) for name in ("channels", "width", "is_bf16")),
+        *((name, POINTER) for name in ("kernel", "bias", "inputs")),
+        *((name, SIZE) for name in ("channels", "width", "rows", "is_bf16")),
     ]
 
 
@@ -45,7 +46,8 @@ class _Step(ctypes.Structure):
     """Mirror of `RecurrentStep` in recurrent.cpp."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("starts", "lengths", "reads", "writes", "keeps", "after")),
+        *((name, POINTER) for name in ("starts", "lengths", "reads", "writes", "keeps", "kept")),
+        *((name, POINTER) for name in ("begins", "written")),
         ("num_reqs", SIZE),
     ]
 
@@ -63,29 +65,30 @@ class RecurrentStep:
         reads: torch.Tensor,
         writes: torch.Tensor,
         keeps: torch.Tensor,
-        after: torch.Tensor,
+        kept: torch.Tensor,
+        begins: torch.Tensor | None = None,
+        written: torch.Tensor | None = None,
     ) -> None:
-        tensors = (starts, lengths, reads, writes, keeps, after)
-        counts = [len(tensor) for tensor in tensors]
-        if counts != [counts[1] + 1, *[counts[1]] * 5] or not all(
-            tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors
+        tensors = (starts, lengths, reads, writes, keeps, kept, begins, written)
+        given = [tensor for tensor in tensors if tensor is not None]
+        counts = [len(tensor) for tensor in given]
+        if counts != [counts[1] + 1, *[counts[1]] * (len(given) - 1)] or not all(
+            tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in given
         ):
             raise ValueError(
                 "a step's tensors must be int32, contiguous, and of one length but for the first, "
-                f"not {counts} of {[tensor.dtype for tensor in tensors]}"
+                f"not {counts} of {[tensor.dtype for tensor in given]}"
             )
-        self._tensors = tensors  # keeps them alive: the structure has only their addresses
-        self._step = _Step(*(tensor.data_ptr() for tensor in tensors), counts[1])
+        self._tensors = given  # keeps them alive: the structure has only their addresses
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        self._step = _Step(*addresses, counts[1])
         self.address = ctypes.addressof(self._step)
 
 
 class DeltaNet:
-    """A layer: `recurrent.short_convolution`, `gated_delta_rule` and `gated_norm`.
+    """A layer: `recurrent.delta_net`, which has the arguments.
 
-    kernel: [channels, width]; a_log, time: [v_heads]; norm: [v_size]; rate: see
-    `describe.DeltaNet`; windows: [slots, width - 1,
-    channels] in fp32 or bfloat16, as the rows; states: fp32 [slots, v_heads, k_size, v_size].
-    Raises ValueError for others."""
+    inputs: in fp32 or bfloat16, as the rows; states: fp32. Raises ValueError for others."""
 
     def __init__(
         self,
@@ -95,31 +98,33 @@ class DeltaNet:
         norm: torch.Tensor,
         eps: float,
         rate: float,
-        windows: torch.Tensor,
+        inputs: torch.Tensor,
         states: torch.Tensor,
         num_k_heads: int,
     ) -> None:
         _, v_heads, k_size, v_size = states.shape
         channels, width = kernel.shape
         if (
-            windows.dtype not in DTYPES
+            inputs.dtype not in DTYPES
             or states.dtype != torch.float32
-            or windows.shape[1:] != (width - 1, channels)
+            or inputs.shape[1] < width
+            or inputs.shape[2] != channels + 2 * v_heads
             or channels != 2 * num_k_heads * k_size + v_heads * v_size
-            or not (windows.is_contiguous() and states.is_contiguous())
+            or not (inputs.is_contiguous() and states.is_contiguous())
         ):
             raise ValueError(
-                f"windows {list(windows.shape)} in {windows.dtype} and states "
+                f"inputs {list(inputs.shape)} in {inputs.dtype} and states "
                 f"{list(states.shape)} in {states.dtype} are not those of {num_k_heads} heads of "
                 f"keys and a convolution {list(kernel.shape)}"
             )
-        self.dtype, self._values = windows.dtype, v_heads * v_size
+        self.dtype, self._values = inputs.dtype, v_heads * v_size
         self._columns = channels + self._values + 2 * v_heads
         given = kernel.T, -a_log.float().exp(), time, norm
-        self._tensors = *(one.float().contiguous() for one in given), windows, states
+        self._tensors = *(one.float().contiguous() for one in given), inputs, states
         self._net = _Net(
             *(tensor.data_ptr() for tensor in self._tensors),
-            *(num_k_heads, v_heads, k_size, v_size, width, self.dtype == torch.bfloat16),
+            *(num_k_heads, v_heads, k_size, v_size, width, inputs.shape[1]),
+            self.dtype == torch.bfloat16,
             eps,
             rate,
         )
@@ -138,29 +143,30 @@ class DeltaNet:
 
 
 class GatedConvolution:
-    """A layer: c · `recurrent.short_convolution` of b · x.
+    """A layer: `recurrent.gated_convolution`, which has the arguments.
 
-    kernel: [channels, width]; bias: [channels]; windows: [slots, width - 1, channels] in fp32 or
-    bfloat16, as the rows. Raises ValueError for others."""
+    inputs: in fp32 or bfloat16, as the rows. Raises ValueError for others."""
 
     def __init__(
-        self, kernel: torch.Tensor, bias: torch.Tensor | None, windows: torch.Tensor
+        self, kernel: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor
     ) -> None:
         channels, width = kernel.shape
         if (
-            windows.dtype not in DTYPES
-            or windows.shape[1:] != (width - 1, channels)
-            or not windows.is_contiguous()
+            inputs.dtype not in DTYPES
+            or inputs.shape[1] < width
+            or inputs.shape[2] != channels
+            or not inputs.is_contiguous()
         ):
             raise ValueError(
-                f"windows {list(windows.shape)} in {windows.dtype} are not those of a convolution "
+                f"inputs {list(inputs.shape)} in {inputs.dtype} are not those of a convolution "
                 f"{list(kernel.shape)}"
             )
-        self.dtype, self._channels = windows.dtype, channels
+        self.dtype, self._channels = inputs.dtype, channels
         own_bias = None if bias is None else bias.float().contiguous()
-        self._tensors = kernel.T.float().contiguous(), own_bias, windows
+        self._tensors = kernel.T.float().contiguous(), own_bias, inputs
         addresses = (None if one is None else one.data_ptr() for one in self._tensors)
-        self._net = _Convolution(*addresses, channels, width, self.dtype == torch.bfloat16)
+        is_bf16 = self.dtype == torch.bfloat16
+        self._net = _Convolution(*addresses, channels, width, inputs.shape[1], is_bf16)
         self._address = ctypes.addressof(self._net)
 
     def __call__(self, y: torch.Tensor, step: RecurrentStep) -> torch.Tensor:

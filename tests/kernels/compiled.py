@@ -34,11 +34,12 @@ from toolkit.kernels.triton.products.matmul import _tile_kernel
 from toolkit.kernels.triton.recurrent.convolution import (
     _convolution_step_kernel,
     _convolve_kernel,
-    _window_kernel,
+    _remember_kernel,
 )
 from toolkit.kernels.triton.recurrent.delta_net import (
     _delta_step_kernel,
     _gated_norm_kernel,
+    _reads_kernel,
     _scan_kernel,
     _solve_kernel,
 )
@@ -420,28 +421,33 @@ def compile_towers() -> None:
 
 
 def compile_recurrent() -> None:
-    types = dict.fromkeys(
-        ("start_ptr", "length_ptr", "read_ptr", "write_ptr", "keep_ptr", "after_ptr"), "*i32"
-    )
-    types |= {"chunk_ptr": "*i32", "chunk_start_ptr": "*i32", "eps": "fp32"}
-    types |= dict.fromkeys(("decay_ptr", "time_ptr", "state_ptr"), "*fp32")
+    names = "start", "length", "read", "write", "keep", "kept", "begin", "written", "after"
+    types = dict.fromkeys((f"{name}_ptr" for name in (*names, "chunk", "chunk_start")), "*i32")
+    types |= dict.fromkeys(("decay_ptr", "time_ptr", "state_ptr", "total_ptr"), "*fp32")
+    types["eps"] = "fp32"
     net = {"K_HEADS": 16, "GROUP": 2, "K_SIZE": 128, "V_SIZE": 128, "K_BLOCK": 128}
-    step = {"RATE": 2.0, "V_BLOCK": 64, "NORM_BLOCK": 128, "WIDTH": 4, "PDL": True}
-    compile_kernel("delta net, one token", _delta_step_kernel, types, net | step, 4, 3)
+    inputs = {"ROWS": 10, "WIDTH": 4}
+    step = net | inputs | {"RATE": 2.0, "V_BLOCK": 128, "MOST": 4, "PDL": True}
+    compile_kernel("delta net, some tokens", _delta_step_kernel, types, step, 8, 3)
+    no_drafts = {"begin_ptr": None, "written_ptr": None, "MOST": 1, "ROWS": 4}
+    compile_kernel("delta net, one token", _delta_step_kernel, types, step | no_drafts, 8, 3)
     chunks = net | {"CHUNK": 64, "EXACT": False}
+    compile_kernel("delta net, systems", _solve_kernel, types, chunks | {"RATE": 1.0}, 1, 3)
     matrices = types | {"read_ptr": "*bf16"}
-    compile_kernel("delta net, systems", _solve_kernel, matrices, chunks | {"RATE": 1.0}, 4, 3)
-    compile_kernel("delta net, states", _scan_kernel, types, chunks | {"V_BLOCK": 32}, 4, 2)
+    compile_kernel("delta net, reads", _reads_kernel, matrices, chunks, 4, 3)
+    scan = chunks | {"V_BLOCK": 32, "MOST": 1}
+    compile_kernel("delta net, states", _scan_kernel, types, scan, 4, 2)
     norm = {"V_HEADS": 32, "V_SIZE": 128, "V_BLOCK": 128, "CHUNK": 64}
     compile_kernel("delta net, gated norm", _gated_norm_kernel, types, norm, 4, 3)
-    block = {"bias_ptr": None, "WIDTH": 4, "BLOCK": 64}
-    convolution = block | {"CHUNK": 64, "GATED": True, "SILU": True}
-    compile_kernel("convolution", _convolve_kernel, types, convolution, 4, 3)
-    compile_kernel(
-        "convolution, one token", _convolution_step_kernel, types, block | {"PDL": True}, 1, 3
-    )
-    del block["bias_ptr"]
-    compile_kernel("windows", _window_kernel, types, block | {"GATED": True}, 1, 3)
+    prompts = inputs | {"bias_ptr": None, "BLOCK": 128, "CHUNK": 64, "GATED": False}
+    prompts |= {"UNITS": 32, "HEAD": 128}
+    compile_kernel("convolution, units", _convolve_kernel, types, prompts, 8, 3)
+    prompts |= {"BLOCK": 64, "GATED": True, "UNITS": 0, "HEAD": 1}
+    compile_kernel("convolution", _convolve_kernel, types, prompts, 4, 3)
+    block = inputs | {"BLOCK": 64, "MOST": 4}
+    one = block | {"bias_ptr": None, "PDL": True}
+    compile_kernel("convolution, some tokens", _convolution_step_kernel, types, one, 1, 3)
+    compile_kernel("last inputs", _remember_kernel, types, block | {"GATED": True}, 1, 3)
 
 
 def main() -> None:

@@ -61,14 +61,15 @@ class GatedMix(mix.Mix, Keeper):
         (q, k, v), gate = (part.view(self.shape) for part in parts), gate.sigmoid()
         starts, out = batch.query_start_loc.tolist(), torch.empty_like(q)
         slots = zip(*(one.tolist() for one in batch.states.tensors), strict=True)
-        for request, (read, write, keep, after) in enumerate(slots):
+        for request, (read, write, keep, kept) in enumerate(slots):
             before = self.states[read].where(~batch.is_first[request], 0.0)  # it may have NaN
             state = before.view(-1, *self.shape[-1:] * 2).clone()
-            for token in range(starts[request], starts[request + 1]):
+            last = starts[request + 1] - 1
+            for token in range(starts[request], last + 1):
                 state *= gate[token, :, None, None]
                 state += k[token, :, :, None] * v[token, :, None, :]
                 out[token] = torch.einsum("hk,hkv->hv", q[token], state)
-                if token + 1 - starts[request] == after and keep >= 0:
+                if batch.seq_lens[request] - (last - token) == kept and keep >= 0:
                     self.states[keep] = state.view_as(before)
             self.states[write] = state.view_as(before)
         return out.flatten(1).to(y.dtype)

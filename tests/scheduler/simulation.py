@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -80,6 +81,14 @@ class Row:
     drafts: list[int] = field(default_factory=list)
 
 
+class State(NamedTuple):
+    """A state that has some of a sequence's tokens, and the drafts that follow them."""
+
+    length: int
+    prefix: int
+    drafts: list[int]  # prefixes
+
+
 def plan_grain(block_size: int) -> int:
     """Return a grain of two blocks: short prompts then have several boundaries."""
     return 2 * block_size
@@ -100,7 +109,7 @@ class Device:
             ]
             for count in (plan.num_blocks, plan.num_host_blocks)
         )
-        self.states: dict[int, int] | None = {} if plan.num_state_slots else None
+        self.states: dict[int, State] | None = {} if plan.num_state_slots else None
         self.rows: dict[int, Row] = {}
         self.adapters = {0: ""}  # keys by slot
         self.pages: dict[int, tuple[bytes, int]] = {}  # digest, and the number among its pages
@@ -145,7 +154,7 @@ class Device:
                 row = self.rows[number]
                 end = len(row.tokens) - count
                 row.tokens, row.drafts = row.tokens[:end], row.tokens[end:]
-        work, written, num_written = [], dict[int, int](), 0
+        work, written, num_written = [], dict[int, State](), 0
         for number, count, computed, samples, drafts in zip(
             step.rows.tolist(),
             step.num_tokens.tolist(),
@@ -167,26 +176,39 @@ class Device:
             if not self.is_broken:
                 self._read_features(row, start, start + count, encoded)
             if self.states is not None and not self.is_broken:
-                at, before = len(work) - 1, prefixes[start - 1] if start else None
-                read = int(step.state_reads[at])
+                at, read = len(work) - 1, int(step.state_reads[len(work) - 1])
                 all_written = [*step.state_writes.tolist(), *step.state_keeps[:, 0].tolist()]
                 assert all_written.count(read) <= (step.state_writes[at] == read), (
                     "a step reads a slot that another request of the step writes"
                 )
-                found = self.states.get(read) if start else None
-                assert found == before, "a row continues another request's state, or an old one"
-                slot, after = step.state_keeps[at].tolist()
+                begin = 0
+                if start:
+                    begin, prefix, pending = self.states.get(read, State(0, GARBAGE, []))
+                    assert prefix == prefixes[begin - 1], (
+                        "a row continues another request's state, or an old one"
+                    )
+                    accepted = prefixes[begin:start]
+                    assert pending[: len(accepted)] == accepted, (
+                        "a row continues another request's drafts"
+                    )
+                end = start + count - drafts
+                slot, kept = step.state_keeps[at].tolist()
                 if slot >= 0:
                     assert slot not in written, "a slot is written twice"
-                    assert (start + after) % plan_grain(self.block_size) == 0
-                    written[slot] = prefixes[start + after - 1]
+                    assert kept % plan_grain(self.block_size) == 0
+                    is_passed = begin < kept <= end
+                    old = self.states.get(slot, State(0, GARBAGE, []))
+                    written[slot] = State(kept, prefixes[kept - 1], []) if is_passed else old
                     num_written += 1
                 assert step.state_writes[at] not in written, "a slot is written twice"
-                written[int(step.state_writes[at])] = prefixes[start + count - 1]
+                written[int(step.state_writes[at])] = State(
+                    end, prefixes[end - 1], prefixes[end : start + count]
+                )
                 num_written += 1
         if self.states is not None:
             assert self.is_broken or len(written) == num_written
-            self.states |= dict.fromkeys(written, GARBAGE) if self.is_broken else written
+            broken = dict.fromkeys(written, State(0, GARBAGE, []))
+            self.states |= broken if self.is_broken else written
         # A layer first writes all keys of a step, then reads.
         for row, start, end, _, _, prefixes in work:
             for position in range(start, end):

@@ -115,7 +115,7 @@ def plans(draw, *, failing: bool = False, aborting: bool = True, seeing: bool = 
     )
     if num_snapshots is not None:
         plan.num_state_slots = plan.max_num_seqs + num_snapshots
-    plan.most_drafts = 0 if plan.num_state_slots else draw(st.sampled_from([0, 1, 3]))
+    plan.most_drafts = draw(st.sampled_from([0, 1, 3]))
     names = [request.id for request in plan.requests]
     if aborting:
         plan.aborts = draw(
@@ -274,7 +274,22 @@ def free_what_is_read(states: StateSlots, snapshot: Snapshot) -> bool:
     return snapshot.written == states._step
 
 
-BEGIN_WITH = StateSlots.begin_with
+def expect_no_drafts(states: StateSlots, *given: int, has_drafts: bool) -> None:
+    STATE_SLOTS(states, *given, has_drafts=False)
+
+
+def conversations(count: int) -> list[tuple[int, list[Request]]]:
+    """Return requests, and later some that go on after their answers."""
+    firsts = [
+        make_request(f"{i}", [2 + i] * 5, max_tokens=20 + i, ignore_eos=True, seed=i)
+        for i in range(count)
+    ]
+    prompts = [request.prompt_token_ids + expected_answer(request)[0] for request in firsts]
+    later = [make_request(f"{i} on", one, max_tokens=2) for i, one in enumerate(prompts)]
+    return [(0, firsts), (60, later)]
+
+
+BEGIN_WITH, STATE_SLOTS = StateSlots.begin_with, StateSlots.__init__
 RELEASE, SWAP_OUT = BlockPool.release, BlockTables.swap_out
 MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
     "a block is not released": (BlockPool, "release", leak_the_last_block, {}),
@@ -294,6 +309,13 @@ MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
     ),
     "a slot is written while another request reads it": (
         StateSlots, "_is_busy", free_what_is_read, {"num_state_slots": 4, "num_blocks": 40}
+    ),
+    "a snapshot counts as passed before its drafts are": (
+        StateSlots, "__init__", expect_no_drafts,
+        {
+            "num_state_slots": 30, "num_blocks": 90, "most_drafts": 3, "depth": 2,
+            "arrivals": conversations(5),
+        },
     ),
     "snapshots of a dropped step are kept": (
         StateSlots, "clear", lambda states: None,
@@ -536,7 +558,7 @@ def test_siblings_wait_for_their_leader_and_then_share_its_prompt(num_state_slot
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_an_answer_keeps_the_newest_state_that_it_has_passed(overlaps):
     request = make_request("0", [2] * 6, max_tokens=90, ignore_eos=True)
-    states = StateSlots(9, grain=4, block_size=4)
+    states = StateSlots(9, grain=4, block_size=4, has_drafts=False)
     states.begin_step(0)
     states.enter(request, None)
     assert states.keep(request, 0, 6) is not None  # at 4: the prompt's end

@@ -27,17 +27,26 @@ class FeatureRows:
 class StateRows:
     """Slots of the states of a step's requests, int32 [num_reqs] each.
 
-    A layer reads all before it writes any. Snapshots are written in addition to the states."""
+    A state that is written has no drafts: their inputs wait in its slot, until a step begins after
+    those that were accepted, and adds them. Snapshots are written in addition to the states, if the
+    step passes their numbers of tokens."""
 
     reads: torch.Tensor  # slot of the state before the step; see `AttentionBatch.is_first`
     writes: torch.Tensor  # slot of the state after it
     keeps: torch.Tensor  # slot of a snapshot; negative: none
-    after: torch.Tensor  # number of the request's tokens in this step that the snapshot has
+    kept: torch.Tensor  # number of tokens in the snapshot
     spare: int  # slot of no request
+    begins: torch.Tensor | None = None
+    """Number of tokens in the state that is read. None: all before the step."""
+    written: torch.Tensor | None = None
+    """Number of tokens in the state that is written. None: all, with the step's."""
+    most_verified: int = 1
+    """Tokens of a request that verifies drafts. With more, it computes a prompt."""
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.reads, self.writes, self.keeps, self.after
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots of states and snapshots, and the snapshots' numbers of tokens."""
+        return self.reads, self.writes, self.keeps, self.kept
 
 
 @dataclass(slots=True)

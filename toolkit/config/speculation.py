@@ -98,3 +98,8 @@ class SpeculationConfig:
         """The settings, or None if steps verify no drafts."""
         given = self.speculative_config
         return None if given is None else Speculation.parse(given)
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a request that a step verifies, at most."""
+        return 0 if self.drafter is None else self.drafter.num_speculative_tokens

@@ -170,6 +170,7 @@ def estimate(
         itemsize=TYPE_BYTES[cache_type],
         row_itemsize=TYPE_BYTES[dtype],
         state_type=engine.cache.state_type,
+        most_drafts=engine.speculation.most_drafts,
         num_ranks=engine.parallel.tensor_parallel_size,
     )
     has_cache = bool(described.memory)

@@ -123,5 +123,7 @@ def _projection(source: Source, rows: int, columns: int, has_bias: bool) -> str:
 
 def _memory(memory: Memory) -> str:
     of = "token" if isinstance(memory, TokenMemory) else "request"
-    parts = " and ".join(f"{part.num_heads} x {part.size}" for part in memory.parts)
+    parts = " and ".join(
+        f"{part.num_heads} x {part.size * max(1, part.last_tokens)}" for part in memory.parts
+    )
     return f"{parts} numbers for each {of}"

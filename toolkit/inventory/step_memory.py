@@ -82,14 +82,13 @@ class StepMemory:
 
     @property
     def _policy(self) -> GraphPolicy:
-        wanted = self.engine.speculation.drafter
         return GraphPolicy(
             self.engine.scheduler.max_num_seqs,
             self._num_tokens,
             self.max_model_len,
             captures=self.on_gpu and bool(self.num_layers) and not self.engine.device.enforce_eager,
             adapts=self.engine.lora.is_enabled,
-            most_drafts=0 if wanted is None else wanted.num_speculative_tokens,
+            most_drafts=self.engine.speculation.most_drafts,
         )
 
     @property

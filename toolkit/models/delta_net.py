@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from toolkit.distributed import current_group, even_shard, full_shard
 from toolkit.kernels.cpu import recurrent
-from toolkit.kernels.recurrent import Sequences, gated_delta_rule, gated_norm, short_convolution
+from toolkit.kernels.recurrent import Span, delta_net
 from toolkit.kernels.table import TritonKernels
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models import describe
@@ -44,11 +43,12 @@ class DeltaNetMix(RecurrentMix):
         self._v_heads = v_heads
 
     def shape_states(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return windows, [num_slots, width - 1, channels], and states, [..., k_size, v_size]."""
-        windows, states = tensors
-        net, slots = self.net, len(windows)
+        """Return inputs, [num_slots, rows, columns], and states, [..., k_size, v_size]."""
+        inputs, states = tensors
+        net, slots = self.net, len(inputs)
+        columns = len(self.kernel) + 2 * self.num_v_heads
         return (
-            windows.view(slots, net.width - 1, -1),
+            inputs.view(slots, -1, columns),
             states.view(slots, self.num_v_heads, net.k_size, net.v_size),
         )
 
@@ -58,32 +58,16 @@ class DeltaNetMix(RecurrentMix):
     def cpu_layer(self) -> CPULayer:
         return recurrent.DeltaNet(*self._tensors)
 
+    def compute(self, y: torch.Tensor, spans: list[Span]) -> torch.Tensor:
+        """Return [num_tokens, v_heads · v_size]. y: [num_tokens, q | k | v | z | b | a]."""
+        return delta_net(y, *self._tensors, spans)  # type: ignore[call-arg]
+
     @property
     def _tensors(self) -> tuple[Any, ...]:
-        """What kernels take, in their order."""
+        """The arguments of `kernels.recurrent.delta_net` between the first and the last."""
         net = self.net
         weights = self.kernel, self.a_log, self.dt_bias, self.norm_weight, net.eps, net.rate
         return *weights, *self.states, self.num_k_heads
-
-    def compute(self, y: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-        """Return [num_tokens, v_heads · v_size]. y: [num_tokens, q | k | v | z | b | a]."""
-        net, (windows, states) = self.net, self.states
-        widths = [sum(self._widths[:3]), *self._widths[3:]]
-        qkv, z, b, a = torch.split(y, widths, dim=1)
-        qkv = short_convolution(qkv, self.kernel, windows, sequences)
-        q, k, v = torch.split(qkv, self._widths[:3], dim=1)
-        decay = -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)
-        out = gated_delta_rule(
-            q.reshape(-1, self.num_k_heads, net.k_size),
-            k.reshape(-1, self.num_k_heads, net.k_size),
-            v.reshape(-1, self.num_v_heads, net.v_size),
-            decay,
-            net.rate * b.float().sigmoid(),
-            states,
-            sequences,
-        )
-        gated_norm(out, z.reshape(out.shape), self.norm_weight, net.eps)
-        return out.flatten(1)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -239,12 +239,13 @@ class DeltaNet(Mix):
 
     @property
     def memory(self) -> RowMemory:
-        channels = 2 * self.k_size + self.group * self.v_size  # of a head of keys
+        inputs = 2 * self.k_size + self.group * (self.v_size + 2)  # of a head of keys
         return RowMemory(
             (
-                Part(self.num_k_heads, channels * (self.width - 1)),
+                Part(self.num_k_heads, inputs, last_tokens=self.width),
                 Part(self.num_v_heads, self.k_size * self.v_size, in_float32=True),
-            )
+            ),
+            takes_drafts=True,
         )
 
     def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
@@ -281,7 +282,7 @@ class ShortConvolution(Mix):
 
     @property
     def memory(self) -> RowMemory:
-        return RowMemory((Part(self.size, self.width - 1),))
+        return RowMemory((Part(self.size, 1, last_tokens=self.width),), takes_drafts=True)
 
     def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
         for source in (self.b, self.c, self.x):

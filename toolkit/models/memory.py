@@ -24,13 +24,22 @@ class Part:
     in_float32: bool = False
     """Or as --mamba-ssm-cache-dtype says. Else as --kv-cache-dtype does; a memory of rows, in the
     type of the activations."""
+    last_tokens: int = 0
+    """Of a memory of rows: it has the vectors of so many tokens, the last ones, and of twice as
+    many drafts as a step verifies: those that the step before verified, and its own."""
 
     def on_rank(self, num_ranks: int) -> Part:
         return replace(self, num_heads=max(1, self.num_heads // num_ranks))
 
+    def with_drafts(self, most: int) -> Part:
+        """Return the part if steps verify up to `most` drafts of a request."""
+        if not self.last_tokens:
+            return self
+        return replace(self, size=self.size * (self.last_tokens + 2 * most), last_tokens=0)
+
     @property
     def count(self) -> int:
-        """Number of elements."""
+        """Number of elements, once drafts are counted."""
         return self.num_heads * self.size
 
 
@@ -57,6 +66,9 @@ class RowMemory:
     token (`is_first`)."""
 
     parts: tuple[Part, ...]
+    takes_drafts: bool = False
+    """The layer leaves drafts out of the state that it writes, and adds them in the next step that
+    begins after them (`StateRows.begins`)."""
 
 
 Memory = TokenMemory | RowMemory
@@ -86,14 +98,16 @@ class MemoryLayout:
         state_type: StateType = "float32",
         *,
         drafter: Iterable[Memory] = (),
+        most_drafts: int = 0,
         num_ranks: int = 1,
     ) -> Self:
-        """Return one rank's layout of complete layers."""
+        """Return one rank's layout of complete layers. most_drafts: of a request in a step."""
+
+        def own_part(part: Part) -> Part:
+            return part.on_rank(num_ranks).with_drafts(most_drafts)
+
         own, drafts = (
-            tuple(
-                replace(one, parts=tuple(part.on_rank(num_ranks) for part in one.parts))
-                for one in those
-            )
+            tuple(replace(one, parts=tuple(map(own_part, one.parts))) for one in those)
             for those in (layers, drafter)
         )
         return cls(own, block_size, itemsize, row_itemsize, state_type, drafts)

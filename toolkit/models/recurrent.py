@@ -10,7 +10,7 @@ import torch
 
 from toolkit.attention import AttentionBatch
 from toolkit.kernels.cpu import recurrent
-from toolkit.kernels.recurrent import Sequences
+from toolkit.kernels.recurrent import Span
 from toolkit.kernels.table import TritonKernels, kernels_for
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models.memory import RowMemory
@@ -49,7 +49,7 @@ class RecurrentMix(Mix, Keeper):
         """Return views of the memory's parts, [num_slots, heads, size], as kernels take them."""
 
     @abc.abstractmethod
-    def compute(self, y: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    def compute(self, y: torch.Tensor, spans: list[Span]) -> torch.Tensor:
         """Return the input of `output`, from the output of `input`. The definition."""
 
     @abc.abstractmethod
@@ -78,41 +78,43 @@ class RecurrentMix(Mix, Keeper):
             on_cpu = self.cpu_layer()
             self._layer = lambda y, batch: on_cpu(y, _cpu_step(batch))
         else:
-            self._layer = lambda y, batch: self.compute(y, _sequences(batch))
+            self._layer = lambda y, batch: self.compute(y, _spans(batch))
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`."""
         return self._layer(self.input(x), batch)
 
 
-def _sequences(batch: AttentionBatch) -> Sequences:
-    """Return the tokens and states of a step's requests."""
+def _spans(batch: AttentionBatch) -> list[Span]:
+    """Return a step's requests, as definitions take them."""
     if "recurrent" not in batch.plan:
         states = batch.states
         assert states is not None
-        is_prompt = batch.max_query_len > 1
-        batch.plan["recurrent"] = Sequences(
-            batch.query_start_loc.tolist() if is_prompt else None,
-            states.reads,
-            states.writes,
-            batch.is_first,
-            states.keeps,
-            states.after.tolist() if is_prompt else [],
-        )
-    found: Sequences = batch.plan["recurrent"]
+        firsts, lengths = batch.query_start_loc, batch.seq_lens
+        starts = lengths - (firsts[1:] - firsts[:-1])
+        begins = starts if states.begins is None else states.begins
+        written = lengths if states.written is None else states.written
+        columns = (firsts[:-1], starts, lengths, begins, written, *states.tensors)
+        rows = torch.stack([one.int() for one in columns], 1).tolist()
+        batch.plan["recurrent"] = [Span(*row) for row in rows if row[1] < row[2]]
+    found: list[Span] = batch.plan["recurrent"]
     return found
 
 
 def _gpu_step(batch: AttentionBatch, kernels: TritonKernels) -> RecurrentStep:
     """Return a step's requests, as GPU kernels take them."""
     if "recurrent" not in batch.plan:
-        assert batch.states is not None
+        states = batch.states
+        assert states is not None
         batch.plan["recurrent"] = kernels.recurrent_step(
             batch.query_start_loc,
             batch.seq_lens,
             len(batch.positions),
             batch.max_query_len,
-            *batch.states.tensors,
+            states.most_verified,
+            *states.tensors,
+            states.begins,
+            states.written,
         )
     found: RecurrentStep = batch.plan["recurrent"]
     return found
@@ -121,9 +123,14 @@ def _gpu_step(batch: AttentionBatch, kernels: TritonKernels) -> RecurrentStep:
 def _cpu_step(batch: AttentionBatch) -> recurrent.RecurrentStep:
     """Return a step's requests, as CPU kernels take them."""
     if "recurrent" not in batch.plan:
-        assert batch.states is not None
+        states = batch.states
+        assert states is not None
         batch.plan["recurrent"] = recurrent.RecurrentStep(
-            batch.query_start_loc, batch.seq_lens, *batch.states.tensors
+            batch.query_start_loc,
+            batch.seq_lens,
+            *states.tensors,
+            states.begins,
+            states.written,
         )
     found: recurrent.RecurrentStep = batch.plan["recurrent"]
     return found

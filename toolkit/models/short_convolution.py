@@ -4,7 +4,7 @@ import torch
 
 from toolkit.distributed import current_group, even_shard
 from toolkit.kernels.cpu import recurrent
-from toolkit.kernels.recurrent import Sequences, short_convolution
+from toolkit.kernels.recurrent import Span, gated_convolution
 from toolkit.kernels.table import TritonKernels
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models import describe
@@ -29,24 +29,20 @@ class ShortConvolutionMix(RecurrentMix):
         self.bias = parameter(torch.zeros(count)) if net.bias else None
 
     def shape_states(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the windows, [num_slots, width - 1, channels]."""
-        (windows,) = tensors
-        return (windows.view(len(windows), self.net.width - 1, -1),)
+        """Return the last inputs, [num_slots, rows, channels]."""
+        (inputs,) = tensors
+        return (inputs.view(len(inputs), -1, len(self.kernel)),)
 
     def gpu_layer(self, kernels: TritonKernels) -> GPULayer:
-        (windows,) = self.states
-        return lambda y, step: kernels.gated_convolution(y, self.kernel, self.bias, windows, step)
+        return kernels.gated_convolution(self.kernel, self.bias, *self.states)
 
     def cpu_layer(self) -> CPULayer:
-        return recurrent.GatedConvolution(self.kernel, self.bias, self.states[0])
+        return recurrent.GatedConvolution(self.kernel, self.bias, *self.states)
 
-    def compute(self, y: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    def compute(self, y: torch.Tensor, spans: list[Span]) -> torch.Tensor:
         """Return [num_tokens, channels]. y: [num_tokens, b | c | x]."""
-        b, c, inner = y.chunk(3, dim=1)
-        (windows,) = self.states
-        return c * short_convolution(
-            b * inner, self.kernel, windows, sequences, self.bias, has_silu=False
-        )
+        (inputs,) = self.states
+        return gated_convolution(y, self.kernel, self.bias, inputs, spans)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -87,8 +87,8 @@ class SchedulerOutput:
     state_writes: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """State slot that each request writes, mostly the same."""
     state_keeps: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
-    """[n, 2]: for each request, a slot where its state is written, too, after so many of its tokens
-    in this step; -1: none."""
+    """[n, 2]: for each request, a slot where its state is written, too, if the step brings it to so
+    many tokens; -1: none."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)

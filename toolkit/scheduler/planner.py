@@ -171,8 +171,7 @@ class Planner:
         where = part.rows
         num_sampled = 1 if part.num_drafts is None else 1 + part.num_drafts
         if self._states is not None:
-            for index in np.flatnonzero(end % self._states.grain == 0).tolist():
-                self._keep_state(part.requests[index], int(end[index]) - 1, 1, step)
+            self._keep_states(part, end, step)
         rows.computed[where], rows.tokens[where], rows.in_flight[where] = (
             end,
             tokens + num_sampled,
@@ -383,12 +382,30 @@ class Planner:
             self._states.unfollow(request)
         return read
 
-    def _keep_state(self, request: Request, start: int, count: int, step: StepBuilder) -> None:
-        """Have the step keep a snapshot of a request's state, if one is wanted."""
+    def _keep_states(self, part: BatchPart, end: IntArray, step: StepBuilder) -> None:
+        """Have the step keep snapshots of requests that decode, if any are wanted.
+
+        `end`: [n], their numbers of tokens, with drafts."""
+        states, where = self._states, part.rows
+        assert states is not None
+        most = end if part.num_drafts is None else end - part.num_drafts
+        wants = most // states.grain * states.grain > self._rows.stated.take(where)
+        if states.unpassed:
+            wants |= np.array([*map(states.is_unpassed, part.requests)], np.bool_)
+        for index in np.flatnonzero(wants).tolist():
+            self._keep_state(part.requests[index], int(most[index]), step)
+        self._rows.stated[where] = np.maximum(self._rows.stated.take(where), most)
+
+    def _keep_state(self, request: Request, end: int, step: StepBuilder) -> None:
+        """Have the step keep a snapshot of a request's state, if one is wanted.
+
+        `end`: most tokens that its state has after the step."""
         if self._states is not None:
-            kept = self._states.keep(request, start, start + count)
+            stated = self._rows.stated.item(request.row)
+            kept = self._states.keep(request, stated, end)
             if kept is not None:
                 step.state_keeps[request.row] = kept
+            self._rows.stated[request.row] = max(stated, end)
 
     def _new_row(self, request: Request, step: StepBuilder) -> NewRow:
         """Make a request run, and return its initial state."""
@@ -408,9 +425,9 @@ class Planner:
 
     def _take(self, request: Request, num_tokens: int, step: StepBuilder) -> None:
         """Put `num_tokens` of a request into the step."""
-        self._keep_state(request, request.num_computed_tokens, num_tokens, step)
         behind = request.num_tokens_to_compute
         samples, num_drafts = behind <= num_tokens, max(0, num_tokens - behind)
+        self._keep_state(request, request.num_computed_tokens + num_tokens - num_drafts, step)
         step.add(request, num_tokens, samples, num_drafts)
         if request.spec.features:
             self._needs.read(request, request.num_computed_tokens, num_tokens)

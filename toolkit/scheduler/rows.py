@@ -37,6 +37,8 @@ class Rows:
         self.prompts = np.zeros(num_rows, np.int32)  # tokens of the prompt
         self.capacity = np.zeros(num_rows, np.int32)  # tokens that the row's blocks hold
         self.state_slots = np.zeros(num_rows, np.int32)  # that the row's steps write
+        self.stated = np.zeros(num_rows, np.int32)
+        """Most tokens that the state may have that a step has written (`scheduler.states`)."""
         self.boundary = np.zeros(num_rows, np.int32)  # tokens where a step has to end; 0: none
         self.limit = np.zeros(num_rows, np.int32)  # number of tokens with which the request ends
         self.stops_from = np.zeros(num_rows, np.int32)

@@ -63,6 +63,7 @@ class RunningRequests:
         if self._states is not None:
             self._rows.state_slots[request.row] = request.state_slot
             self._rows.boundary[request.row] = request.branch
+            self._rows.stated[request.row] = request.num_computed_tokens
         bisect.insort(self.requests, request, key=self._queue.rank)
         self._batch = None
 

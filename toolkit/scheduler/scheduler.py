@@ -92,7 +92,7 @@ class Scheduler:
         """Slots of the devices for requests' states. None: the model has none."""
         if num_state_slots:
             grain = math.lcm(state_grain, block_size)
-            self.states = StateSlots(num_state_slots, grain, block_size)
+            self.states = StateSlots(num_state_slots, grain, block_size, has_drafts=most_drafts > 0)
         self.running = RunningRequests(
             self._queue, self.rows, self._blocks, self.needs, self.states, self._stats
         )

@@ -3,7 +3,11 @@
 Each running request has a slot, which its steps read and write. Other slots have snapshots: states
 after the first tokens of a sequence, a multiple of the grain. The step that computes these tokens
 writes the snapshot in addition to the request's own state; a request that begins with the same
-tokens reads it once, in place of its own slot. So no state is ever copied."""
+tokens reads it once, in place of its own slot. So no state is ever copied.
+
+With drafts, a step's state has as many tokens as were accepted before it, which is known only
+later. So each step that may pass a snapshot's place is told to write it there, and it is registered
+once a step must have passed it."""
 
 from __future__ import annotations
 
@@ -24,11 +28,12 @@ class Snapshot:
 
     slot: int
     length: int
-    written: int  # number of the step that writes it: later ones may read it
+    written: int  # number of the step that writes it, at the latest: later ones may read it
     is_end: bool  # near a prompt's end, or where two prompts part: it is evicted last
     key: BlockHash = b""  # hash of its last block; empty until its tokens are known
     last_read: int = -1  # number of the last step that reads it
     leader: Request | None = None  # whose siblings may begin with it (n > 1)
+    is_passed: bool = True  # in step `written`, or before
 
 
 class _Need(enum.IntEnum):
@@ -45,10 +50,10 @@ class StateSlots:
     Within a step, a slot that one request reads or writes is given to no other: requests of a step
     are computed side by side."""
 
-    def __init__(self, count: int, grain: int, block_size: int) -> None:
-        """`grain`: tokens, a multiple of the block size."""
+    def __init__(self, count: int, grain: int, block_size: int, *, has_drafts: bool) -> None:
+        """`grain`: tokens, a multiple of the block size. has_drafts: steps verify drafts."""
         self._free = list(range(count - 1, -1, -1))
-        self.grain, self._block_size = grain, block_size
+        self.grain, self._block_size, self._has_drafts = grain, block_size, has_drafts
         self._known: dict[BlockHash, Snapshot] = {}
         self._plain: OrderedDict[Snapshot, None] = OrderedDict()  # least recently used first
         self._ends: OrderedDict[Snapshot, None] = OrderedDict()
@@ -136,11 +141,23 @@ class StateSlots:
 
     # ---- snapshots
 
-    def keep(self, request: Request, start: int, end: int) -> tuple[int, int] | None:
-        """Choose a snapshot of a request's tokens from `start` to `end`, which this step computes.
+    @property
+    def unpassed(self) -> bool:
+        """True if some request's next step writes the snapshot that an earlier one may have."""
+        return any(map(self.is_unpassed, self._pending))
 
-        Return (slot, number of these tokens in it), or None."""
+    def is_unpassed(self, request: Request) -> bool:
+        pending = self._pending.get(request, [])
+        return bool(pending) and not pending[-1].is_passed
+
+    def keep(self, request: Request, start: int, end: int) -> tuple[int, int] | None:
+        """Choose a snapshot that the step may pass, which adds tokens to a request's state.
+
+        Earlier steps' states have `start` tokens or fewer, this step's has `end` or fewer. Return
+        (slot, number of tokens in it), or None."""
         self._register_known(request)
+        if self.is_unpassed(request):
+            return self._keep_on(request, self._pending[request][-1])
         length, is_end = self._wanted(request, start, end)
         if not length or not request.cacheable:
             return None
@@ -158,8 +175,16 @@ class StateSlots:
             if length > request.num_prompt_tokens:
                 self._pass(request, snapshot)
         else:
+            snapshot.is_passed = not self._has_drafts
             self._pending.setdefault(request, []).append(snapshot)
-        return slot, length - start
+        return slot, length
+
+    def _keep_on(self, request: Request, snapshot: Snapshot) -> tuple[int, int]:
+        """Have the step write a snapshot that an earlier one may have written."""
+        snapshot.written = self._step
+        # A step's state has all tokens that are known before it, at least.
+        snapshot.is_passed = snapshot.length <= request.num_known_tokens
+        return snapshot.slot, snapshot.length
 
     def clear(self) -> None:
         """Drop all snapshots: what was written is unknown."""
@@ -197,7 +222,7 @@ class StateSlots:
     def _register_known(self, request: Request) -> None:
         """Register the snapshots whose tokens are known by now."""
         pending = self._pending.get(request)
-        while pending and pending[0].length <= request.num_known_tokens:
+        while pending and pending[0].is_passed and pending[0].length <= request.num_known_tokens:
             snapshot = pending.pop(0)
             key = self._key(request, snapshot.length)
             if key in self._known:
@@ -229,7 +254,7 @@ class StateSlots:
             self._remove(victim)
             return victim.slot
         for pending in self._pending.values() if need == _Need.RUN else ():
-            if pending and not self._is_busy(pending[-1]):
+            if pending and pending[-1].is_passed and not self._is_busy(pending[-1]):
                 return pending.pop().slot
         return None
 

@@ -63,6 +63,7 @@ class BatchState:
         active: StepActive | None = None,
         most_step_drafts: int = 0,
         *,
+        most_drafts: int = 0,
         num_state_slots: int = 0,
         has_axes: bool = False,
     ) -> None:
@@ -71,7 +72,7 @@ class BatchState:
         has_axes: features' tokens have positions on several axes.
 
         most_step_drafts: that a step verifies. 0 before the last pipeline stage, which gets all
-        lengths, tokens and drafts with the step."""
+        lengths, tokens and drafts with the step. most_drafts: of a request, on any stage."""
         self.device, self.block_size = device, block_size
         size, max_blocks = num_rows + 1, -(-max_model_len // block_size)
         self.token_ids = torch.zeros(size, max_model_len + 1, dtype=torch.int32, device=device)
@@ -90,7 +91,9 @@ class BatchState:
             sizes += [num_rows + 1, num_rows]
         self._num_state_slots = num_state_slots
         self.num_slots = num_state_slots + 1  # of states, with that of the padding
-        sizes += [num_rows] * (4 * (num_state_slots > 0))
+        self._most_drafts = most_drafts
+        has_states, has_pending = num_state_slots > 0, num_state_slots > 0 and most_drafts > 0
+        sizes += [num_rows] * (4 * has_states + has_pending)
         if active is not None:
             # Kernels are compiled for adapters' buffers that begin at 16 bytes.
             sizes += [-sum(sizes) % 4, -(-num_rows // 4) * 4, 2 + active.num_slots]
@@ -101,9 +104,17 @@ class BatchState:
         self._order, self.later = split[4:6]
         """`later`: rows of logits of the requests that sample later, padded with -1."""
         self._states: tuple[torch.Tensor, ...] = ()
-        """State slots that requests read, write, and keep; and after how many tokens."""
-        if num_state_slots:
-            self._states = tuple(split[6 + 2 * self.verifies :][:4])
+        """State slots that requests read, write, and keep; and tokens of the snapshots.
+
+        With drafts, how many of each request's tokens are none, too."""
+        self.state_tokens: torch.Tensor | None = None
+        """[num_slots], number of tokens in each state, if steps verify drafts: on the device only.
+
+        A slot also has the inputs of the drafts after them."""
+        if has_states:
+            self._states = tuple(split[6 + 2 * self.verifies :][: 4 + has_pending])
+        if has_pending:
+            self.state_tokens = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
@@ -248,11 +259,13 @@ class BatchState:
             firsts[: n + 1] = step.first_points
             firsts[n + 1 :] = firsts[n]
         if self._num_state_slots:
-            reads, writes, keeps, after = others[2 * self.verifies :][:4]
+            reads, writes, keeps, kept, *own = others[2 * self.verifies :][: len(self._states)]
             reads[n:] = writes[n:] = self._num_state_slots
-            keeps[n:], after[n:] = -1, 0
+            keeps[n:], kept[n:] = -1, 0
             reads[:n], writes[:n] = step.state_reads, step.state_writes
-            keeps[:n], after[:n] = step.state_keeps.T
+            keeps[:n], kept[:n] = step.state_keeps.T
+            for counts in own:
+                counts[:n], counts[n:] = step.num_own_tokens, 0
         if self.active is not None:
             index, used = others[-2:]
             self.active.pack(self.adapters[step.rows], index, used)
@@ -309,6 +322,8 @@ class BatchState:
         if adapters is not None and of_requests is not None:
             of_tokens = of_requests, adapters.tokens
         token_ids, batch = self._packed_tokens(shape, lens, of_tokens)
+        if self._states:
+            batch.states = self._state_rows(starts, lens)
         return StepInputs(token_ids, batch, sample_rows, sample_positions, adapters, points)
 
     def _packed_tokens(
@@ -341,18 +356,25 @@ class BatchState:
             max_seq_len=shape.max_seq_len,
             rope_positions=rope_positions,
             live=out[2],
-            states=self._state_rows(n),
             is_adapted=shape.is_adapted,
             verifies=shape.verifies,
             order=self._order[:n],
         )
         return out[0], batch
 
-    def _state_rows(self, count: int) -> StateRows | None:
-        if not self._states:
-            return None
-        reads, writes, keeps, after = (one[:count] for one in self._states)
-        return StateRows(reads, writes, keeps, after, self._num_state_slots)
+    def _state_rows(self, starts: torch.Tensor, lens: torch.Tensor) -> StateRows:
+        """Return the states of the step that was sent last. Called once for a step."""
+        reads, writes, keeps, kept, *own = (one[: len(lens)] for one in self._states)
+        spare, tokens = self._num_state_slots, self.state_tokens
+        if tokens is None:
+            return StateRows(reads, writes, keeps, kept, spare)
+        before = lens - (starts[1:] - starts[:-1])
+        begins = torch.where(before > 0, tokens[reads], 0)
+        written = before + own[0]
+        tokens[writes] = written
+        tokens[torch.where(keeps < 0, spare, keeps)] = kept
+        most = 1 + self._most_drafts
+        return StateRows(reads, writes, keeps, kept, spare, begins, written, most)
 
     # ---- for a drafter, after the step
 

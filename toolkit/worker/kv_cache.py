@@ -21,17 +21,24 @@ class RowStates:
     """The tensors of layers' memory of rows: [num_slots, heads, size]."""
 
     def __init__(
-        self, model: Model, state_type: StateType, *, num_slots: int, device: torch.device
+        self,
+        model: Model,
+        state_type: StateType,
+        *,
+        num_slots: int,
+        most_drafts: int,
+        device: torch.device,
     ) -> None:
-        """`state_type`: of parts that are `in_float32` by default."""
+        """`state_type`: of parts that are `in_float32` by default. most_drafts: of a request."""
         self._tensors: list[torch.Tensor] = []
         state_dtype: torch.dtype = getattr(torch, state_type)
         for keeper in model.keepers():
             if isinstance(memory := keeper.memory, RowMemory):
-                types = (state_dtype if part.in_float32 else model.dtype for part in memory.parts)
+                parts = [part.with_drafts(most_drafts) for part in memory.parts]
+                types = (state_dtype if part.in_float32 else model.dtype for part in parts)
                 own = [
                     lazy_zeros((num_slots, part.num_heads, part.size), dtype, device)
-                    for part, dtype in zip(memory.parts, types, strict=True)
+                    for part, dtype in zip(parts, types, strict=True)
                 ]
                 self._tensors += own
                 keeper.bind(*own)

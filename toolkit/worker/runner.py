@@ -89,8 +89,13 @@ class Runner:
         self.adapters, self.features, self.device = adapters, features, state.device
         self.caches, self._computing = caches, computing
         caches[0].bind(model, backends)
-        state_type = caches[0].layout.state_type
-        self._states = RowStates(model, state_type, num_slots=state.num_slots, device=state.device)
+        self._states = RowStates(
+            model,
+            caches[0].layout.state_type,
+            num_slots=state.num_slots,
+            most_drafts=policy.most_drafts,
+            device=state.device,
+        )
         self._spoils = checks_memory()
         if not model.stage.is_first:
             shape = state.max_tokens, model.hidden_size
@@ -178,7 +183,9 @@ class Runner:
                 cache.spoil(blocks)
         if len(step.state_writes):
             read = step.state_reads[step.num_computed > 0]
-            written = np.concatenate((step.state_writes, step.state_keeps[:, 0]))
+            keeps, kept = step.state_keeps.T
+            new = keeps[kept > step.num_computed]  # no step before may have written them
+            written = np.concatenate((step.state_writes, new))
             self._states.spoil(np.setdiff1d(written[written >= 0], read).tolist())
 
     def _run(

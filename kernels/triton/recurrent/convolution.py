@@ -1,6 +1,7 @@
-"""Short convolutions, whose windows of inputs are the state of a request.
+"""Short convolutions. The inputs of a request's last tokens are in its slot: that of the token at
+position p in row p % ROWS.
 
-Definition: `toolkit.kernels.recurrent.short_convolution`."""
+Definition: `toolkit.kernels.recurrent.gated_convolution`."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -12,45 +13,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.kernels.recurrent import CHUNK
+from toolkit.kernels.recurrent import CHUNK, EPS
 
 from ..pdl import release, supported, wait
-from .step import RecurrentStep
+from ..sizes import power_of_two
+from .step import RecurrentStep, drafts_of, snapshot_of, tokens_of
 
 CHANNELS_EACH = 64  # channels of a program
+_EPS = tl.constexpr(EPS)
 
 
-def gated_convolution(
-    y: Tensor, kernel: Tensor, bias: Tensor | None, windows: Tensor, step: RecurrentStep
-) -> Tensor:
-    """Return c · (convolution of b · x), [num_tokens, channels]. y: [num_tokens, b | c | x].
+class GatedConvolution:
+    """A layer: `recurrent.gated_convolution`, which has the arguments.
 
-    kernel: [channels, width]; windows: [slots, width - 1, channels] in y's type."""
-    channels, width = kernel.shape
-    out = torch.empty(len(y), channels, dtype=y.dtype, device=y.device)
-    if step.has_prompts:
-        convolve_prompts(y, out, kernel, bias, windows, step, is_gated=True)
-    pdl = supported(y.device)
-    _convolution_step_kernel[(step.num_reqs, -(-channels // CHANNELS_EACH))](
-        y,
-        y.stride(0),
-        out,
-        kernel,
-        bias,
-        windows,
-        step.starts,
-        step.lengths,
-        step.reads,
-        step.writes,
-        step.keeps,
-        channels,
-        WIDTH=width,
-        BLOCK=CHANNELS_EACH,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=1,
-    )
-    return out
+    kernel: [channels, width]; inputs: [slots, rows, channels] in y's type."""
+
+    def __init__(self, kernel: Tensor, bias: Tensor | None, inputs: Tensor) -> None:
+        self._kernel, self._bias = kernel.T.contiguous(), bias
+        self._inputs = inputs
+
+    def __call__(self, y: Tensor, step: RecurrentStep) -> Tensor:
+        """Return [num_tokens, channels]. y: [num_tokens, b | c | x]."""
+        width, channels = self._kernel.shape
+        out = torch.empty(len(y), channels, dtype=y.dtype, device=y.device)
+        if step.has_prompts:
+            convolve_prompts(y, out, self._kernel, self._bias, self._inputs, step, is_gated=True)
+        pdl = supported(y.device)
+        _convolution_step_kernel[(step.num_reqs, -(-channels // CHANNELS_EACH))](
+            y,
+            y.stride(0),
+            out,
+            self._kernel,
+            self._bias,
+            self._inputs,
+            *step.requests,
+            *step.drafts,
+            channels,
+            MOST=step.most_verified,
+            ROWS=self._inputs.shape[1],
+            WIDTH=width,
+            BLOCK=CHANNELS_EACH,
+            PDL=pdl,
+            launch_pdl=pdl,
+            num_warps=1,
+        )
+        return out
 
 
 def convolve_prompts(
@@ -58,61 +65,53 @@ def convolve_prompts(
     out: Tensor,
     kernel: Tensor,
     bias: Tensor | None,
-    windows: Tensor,
+    inputs: Tensor,
     step: RecurrentStep,
     *,
     is_gated: bool = False,
-    has_silu: bool = False,
+    units: int = 0,
+    head: int = 1,
 ) -> None:
-    """Convolve the first channels of y for requests with more than one token.
+    """Convolve the first channels of y for requests that compute prompts.
 
-    is_gated: as in `gated_convolution`. out: [num_tokens, channels]."""
-    channels, width = kernel.shape
-    blocks = -(-channels // CHANNELS_EACH)
-    _convolve_kernel[(step.max_chunks, blocks)](
+    kernel: [width, channels]; is_gated: as in `GatedConvolution`; with `units`, silu follows, and
+    the first `units` heads of `head` channels get length 1. out: [num_tokens, channels]."""
+    width, channels = kernel.shape
+    block = max(16, power_of_two(head)) if units else CHANNELS_EACH
+    _convolve_kernel[(step.max_chunks, units + -(-(channels - units * head) // block))](
         y,
         y.stride(0),
         out,
         kernel,
         bias,
-        windows,
+        inputs,
         step.chunks,
-        step.starts,
-        step.lengths,
-        step.reads,
+        *step.requests[:3],
         channels,
+        inputs.shape[2],
+        ROWS=inputs.shape[1],
         WIDTH=width,
-        BLOCK=CHANNELS_EACH,
+        BLOCK=block,
         CHUNK=CHUNK,
         GATED=is_gated,
-        SILU=has_silu,
-        num_warps=4,
+        UNITS=units,
+        HEAD=head,
+        num_warps=8 if block > CHANNELS_EACH else 4,
     )
-    _window_kernel[(step.num_reqs, blocks)](
+    _remember_kernel[(step.num_reqs, -(-channels // CHANNELS_EACH))](
         y,
         y.stride(0),
-        windows,
-        step.starts,
-        step.lengths,
-        step.reads,
-        step.writes,
-        step.keeps,
-        step.after,
+        inputs,
+        *step.requests,
         channels,
+        inputs.shape[2],
+        MOST=step.most_verified,
+        ROWS=inputs.shape[1],
         WIDTH=width,
         BLOCK=CHANNELS_EACH,
         GATED=is_gated,
         num_warps=1,
     )
-
-
-@triton.jit
-def tokens_of(request, start_ptr, length_ptr, read_ptr):
-    """Return (first token, number of tokens, whether it begins here, slot to read) of a request."""
-    first = tl.load(start_ptr + request)
-    count = tl.load(start_ptr + request + 1) - first
-    is_first = tl.load(length_ptr + request) <= count
-    return first, count, is_first, tl.load(read_ptr + request).to(tl.int64)
 
 
 @triton.jit
@@ -131,33 +130,37 @@ def _inputs(y_ptr, row, stride, channel, channels, live, GATED: tl.constexpr):
 
 
 @triton.jit
-def convolve_one(
-    x, channel, live, kernel_ptr, window_ptr, channels, is_first, read, write, keep,
+def taps_of(
+    y_ptr, stride, input_ptr, columns, channel, channels, live, position, first, start, read,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Return the inputs for one position's convolution, oldest first, [taps, channels].
+
+    channel, live: [1, channels]; taps: WIDTH, and zeros."""
+    TAPS: tl.constexpr = triton.next_power_of_2(WIDTH)
+    tap = tl.arange(0, TAPS)[:, None]
+    at = position - (WIDTH - 1) + tap
+    is_tap = live & (tap < WIDTH)
+    x = _inputs(y_ptr, first + at - start, stride, channel, channels, is_tap & (at >= start), GATED)
+    old_ptr = input_ptr + (read * ROWS + at % ROWS) * columns + channel
+    return x + tl.load(old_ptr, mask=is_tap & (at >= 0) & (at < start), other=0.0)
+
+
+@triton.jit
+def remember(
+    x, input_ptr, columns, channel, live, position, slot, all_taps,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the convolution of one token's channels in fp32, and replace their window.
-
-    Threads may hold copies of the same channels: all read before the first one writes."""
-    BEFORE: tl.constexpr = WIDTH - 1
-    old_ptr = window_ptr + read * BEFORE * channels + channel
-    new_ptr = window_ptr + write * BEFORE * channels + channel
-    kept_ptr = window_ptr + keep * BEFORE * channels + channel
-    kernel_ptr += channel * WIDTH
-    is_old, is_kept = live & (is_first == 0), live & (keep >= 0)
-    total = x.to(tl.float32) * tl.load(kernel_ptr + BEFORE, mask=live, other=0.0).to(tl.float32)
-    for i in tl.static_range(BEFORE):
-        old = tl.load(old_ptr + i * channels, mask=is_old, other=0.0)
-        weight = tl.load(kernel_ptr + i, mask=live, other=0.0).to(tl.float32)
-        total += old.to(tl.float32) * weight
-    tl.debug_barrier()
-    for i in tl.static_range(1, BEFORE):
-        old = tl.load(old_ptr + i * channels, mask=is_old, other=0.0)
-        tl.store(new_ptr + (i - 1) * channels, old, mask=live)
-        tl.store(kept_ptr + (i - 1) * channels, old, mask=is_kept)
-    if BEFORE > 0:
-        tl.store(new_ptr + (BEFORE - 1) * channels, x, mask=live)
-        tl.store(kept_ptr + (BEFORE - 1) * channels, x, mask=is_kept)
-    return total
+    """Keep the last of `taps_of` in a slot, or all but the first."""
+    TAPS: tl.constexpr = triton.next_power_of_2(WIDTH)
+    tap = tl.arange(0, TAPS)[:, None]
+    at = position - (WIDTH - 1) + tap
+    own_ptr = input_ptr + (slot * ROWS + at % ROWS) * columns + channel
+    is_wanted = (tap == WIDTH - 1) | (all_taps & (tap > 0) & (tap < WIDTH))
+    tl.store(own_ptr, x, mask=live & (at >= 0) & is_wanted)
 
 
 @triton.jit
@@ -167,38 +170,55 @@ def _convolution_step_kernel(
     out_ptr,
     kernel_ptr,
     bias_ptr,
-    window_ptr,
+    input_ptr,
     start_ptr,
     length_ptr,
     read_ptr,
     write_ptr,
     keep_ptr,
+    kept_ptr,
+    begin_ptr,
+    written_ptr,
     channels,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute some channels of one token."""
+    """Compute some channels of a request's tokens, if they are no prompt."""
     wait(PDL)
     release(PDL)
     request = tl.program_id(0)
-    token, count, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
-    if count != 1:
+    first, count, start, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
+    if (count < 1) | (count > MOST):
         return
     write = tl.load(write_ptr + request).to(tl.int64)
-    keep = tl.load(keep_ptr + request).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin, written = drafts_of(request, start, start + count, begin_ptr, written_ptr)
+    keep, kept = snapshot_of(request, begin, written, keep_ptr, kept_ptr)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     live = channel < channels
-    x = _inputs(y_ptr, token, stride, channel, channels, live, True)
-    total = convolve_one(
-        x, channel, live, kernel_ptr, window_ptr, channels, is_first, read, write, keep, WIDTH
-    )
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + channel, mask=live, other=0.0).to(tl.float32)
-    gate_ptr = y_ptr + token.to(tl.int64) * stride + channels + channel
-    gate = tl.load(gate_ptr, mask=live, other=0.0)
-    own = out_ptr + token.to(tl.int64) * channels + channel
-    tl.store(own, gate * total.to(x.dtype), mask=live)
+    TAPS: tl.constexpr = triton.next_power_of_2(WIDTH)
+    tap = tl.arange(0, TAPS)[:, None]
+    weights = tl.load(kernel_ptr + tap * channels + channel, mask=live & (tap < WIDTH), other=0.0)
+    own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_own = own < channels
+    for position in range(begin, start + count):
+        x = taps_of(y_ptr, stride, input_ptr, channels, channel, channels, live, position, first,
+                    start, read, ROWS, WIDTH, True)  # fmt: skip
+        if position >= start:
+            total = tl.sum(x.to(tl.float32) * weights.to(tl.float32), 0)
+            if bias_ptr is not None:
+                total += tl.load(bias_ptr + own, mask=is_own, other=0.0).to(tl.float32)
+            token = (first + position - start).to(tl.int64)
+            gate = tl.load(y_ptr + token * stride + channels + own, mask=is_own, other=0.0)
+            tl.store(out_ptr + token * channels + own, gate * total.to(x.dtype), mask=is_own)
+            is_last = (position + 1 == written) & (read != write)
+            is_late = live & (position + WIDTH > written)  # later steps need it
+            remember(x, input_ptr, channels, channel, is_late, position, write, is_last, ROWS,
+                     WIDTH)  # fmt: skip
+        if position + 1 == kept:
+            remember(x, input_ptr, channels, channel, live, position, keep, True, ROWS, WIDTH)
 
 
 @triton.jit
@@ -208,48 +228,67 @@ def _convolve_kernel(
     out_ptr,
     kernel_ptr,
     bias_ptr,
-    window_ptr,
+    input_ptr,
     chunk_ptr,
     start_ptr,
     length_ptr,
     read_ptr,
     channels,
+    columns,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     GATED: tl.constexpr,
-    SILU: tl.constexpr,
+    UNITS: tl.constexpr,
+    HEAD: tl.constexpr,
 ):
     """Convolve some channels of a chunk."""
-    chunk = tl.program_id(0) * 3
+    chunk, block = tl.program_id(0) * 3, tl.program_id(1)
     begin, end = tl.load(chunk_ptr + chunk), tl.load(chunk_ptr + chunk + 1)
     if begin == end:
         return
     request = tl.load(chunk_ptr + chunk + 2)
-    first, _, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, _, start, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
+    inside = tl.arange(0, BLOCK)
+    channel = block * BLOCK + inside
+    is_channel = channel < channels
+    if UNITS > 0:
+        is_unit = block < UNITS
+        after = UNITS * HEAD + (block - UNITS) * BLOCK
+        channel = tl.where(is_unit, block * HEAD, after) + inside
+        is_channel = tl.where(is_unit, inside < HEAD, channel < channels)
     token = begin + tl.arange(0, CHUNK)[:, None]
-    is_channel = (channel < channels)[None, :]
-    live = (token < end) & is_channel
+    live = (token < end) & is_channel[None, :]
+    own_ptr = kernel_ptr + channel
     BEFORE: tl.constexpr = WIDTH - 1
-    old_ptr = window_ptr + read * BEFORE * channels + channel[None, :]
     total = tl.zeros((CHUNK, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
         source = token - (BEFORE - i)
         x = _inputs(
             y_ptr, source, stride, channel[None, :], channels, live & (source >= first), GATED
         )
-        row = source - first + BEFORE  # of the window
-        is_old = live & (source < first) & (is_first == 0)
-        old = tl.load(old_ptr + row * channels, mask=is_old, other=0.0)
-        weight = tl.load(kernel_ptr + channel * WIDTH + i, mask=channel < channels, other=0.0)
-        total += (x.to(tl.float32) + old.to(tl.float32)) * weight.to(tl.float32)[None, :]
+        weight = tl.load(own_ptr + i * channels, mask=is_channel, other=0.0).to(tl.float32)
+        total += x.to(tl.float32) * weight[None, :]
+    if begin == first:  # the first tokens' inputs are those before, too
+        for i in tl.static_range(BEFORE):
+            row = token - (BEFORE - i)
+            at = start + row - first
+            is_old = live & (row < first) & (at >= 0)
+            old_ptr = input_ptr + (read * ROWS + at % ROWS) * columns + channel[None, :]
+            old = tl.load(old_ptr, mask=is_old, other=0.0).to(tl.float32)
+            weight = tl.load(own_ptr + i * channels, mask=is_channel, other=0.0).to(tl.float32)
+            total += old * weight[None, :]
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + channel, mask=channel < channels, other=0.0)
+        bias = tl.load(bias_ptr + channel, mask=is_channel, other=0.0)
         total += bias.to(tl.float32)[None, :]
-    if SILU:
+    if UNITS > 0:
         total = silu(total)
     out = total.to(out_ptr.dtype.element_ty)
+    if UNITS > 0:
+        x = out.to(tl.float32)
+        unit = x * tl.rsqrt(tl.sum(x * x, 1) + _EPS)[:, None]
+        out = tl.where(block < UNITS, unit, x).to(out_ptr.dtype.element_ty)
     if GATED:
         gate_ptr = y_ptr + token.to(tl.int64) * stride + channels + channel[None, :]
         out = out * tl.load(gate_ptr, mask=live, other=0.0)
@@ -257,59 +296,38 @@ def _convolve_kernel(
 
 
 @triton.jit
-def _window_kernel(
+def _remember_kernel(
     y_ptr,
     stride,
-    window_ptr,
+    input_ptr,
     start_ptr,
     length_ptr,
     read_ptr,
     write_ptr,
     keep_ptr,
-    after_ptr,
+    kept_ptr,
     channels,
+    columns,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Write some channels of a request's window, and of its snapshot."""
+    """Keep some channels of a prompt's last inputs, and of those of its snapshot."""
     request = tl.program_id(0)
-    first, length, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
-    if length <= 1:
+    first, count, start, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
+    if count <= MOST:
         return
     write = tl.load(write_ptr + request).to(tl.int64)
-    keep = tl.load(keep_ptr + request).to(tl.int64)
-    after = tl.load(after_ptr + request)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep, kept = snapshot_of(request, start, start + count, keep_ptr, kept_ptr)
+    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     live = channel < channels
-    BEFORE: tl.constexpr = WIDTH - 1
-    # A row reads the old rows that follow it, which are replaced later.
-    is_kept = live & (keep >= 0)
-    for i in tl.static_range(BEFORE):
-        x = _row_after(
-            y_ptr, stride, window_ptr, channel, channels, is_kept, is_first, read, first, after, i,
-            WIDTH, GATED,
-        )  # fmt: skip
-        kept_ptr = window_ptr + (keep * BEFORE + i) * channels + channel
-        tl.store(kept_ptr, x, mask=is_kept)
-    for i in tl.static_range(BEFORE):
-        x = _row_after(
-            y_ptr, stride, window_ptr, channel, channels, live, is_first, read, first, length, i,
-            WIDTH, GATED,
-        )  # fmt: skip
-        tl.store(window_ptr + (write * BEFORE + i) * channels + channel, x, mask=live)
-
-
-@triton.jit
-def _row_after(
-    y_ptr, stride, window_ptr, channel, channels, live, is_first, read, first, count, i,
-    WIDTH: tl.constexpr,
-    GATED: tl.constexpr,
-):  # fmt: skip
-    """Return row `i` of the window after `count` tokens."""
-    BEFORE: tl.constexpr = WIDTH - 1
-    at = count - BEFORE + i
-    x = _inputs(y_ptr, first + at, stride, channel, channels, live & (at >= 0), GATED)
-    old_ptr = window_ptr + (read * BEFORE + BEFORE + at) * channels + channel
-    old = tl.load(old_ptr, mask=live & (at < 0) & (is_first == 0), other=0.0)
-    return x + old
+    if kept > 0:
+        x = taps_of(y_ptr, stride, input_ptr, columns, channel, channels, live, kept - 1, first,
+                    start, read, ROWS, WIDTH, GATED)  # fmt: skip
+        remember(x, input_ptr, columns, channel, live, kept - 1, keep, True, ROWS, WIDTH)
+    last = start + count - 1
+    x = taps_of(y_ptr, stride, input_ptr, columns, channel, channels, live, last, first, start,
+                read, ROWS, WIDTH, GATED)  # fmt: skip
+    remember(x, input_ptr, columns, channel, live, last, write, True, ROWS, WIDTH)

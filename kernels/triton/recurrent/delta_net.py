@@ -1,14 +1,15 @@
 """Gated delta nets.
 
-Requests with one token in a step and those with more are computed by different kernels, which read
-on the device how many each has: a prompt may end with one token, too. Each kernel leaves the other
-requests alone. One token: one kernel for the layer, which reads and writes each state once.
+Requests that decode or verify drafts, and those that compute prompts, are computed by different
+kernels, which read on the device how many tokens each has: a prompt may end with one token, too.
+Each kernel leaves the other requests alone. The former: one kernel for the layer, which reads and
+writes each state once.
 
-More: tokens are cut into chunks of CHUNK, one of which ends where a request's snapshot does. Within
-a chunk, updates solve a triangular system (`_solve_kernel`, all chunks side by side). States then
-pass from chunk to chunk (`_scan_kernel`), a few columns in each program.
+Prompts: tokens are cut into chunks of CHUNK, one of which ends where a request's snapshot does.
+Within a chunk, updates solve a triangular system (`_solve_kernel`, `_reads_kernel`, all chunks side
+by side). States then pass from chunk to chunk (`_scan_kernel`), a few columns in each program.
 
-Definitions: `toolkit.kernels.recurrent`."""
+Definition: `toolkit.kernels.recurrent.delta_net`."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.
@@ -24,11 +25,10 @@ from toolkit.kernels.recurrent import CHUNK, EPS
 
 from ..pdl import release, supported, wait
 from ..sizes import power_of_two
-from .convolution import convolve_one, convolve_prompts, silu, tokens_of
-from .step import RecurrentStep
+from .convolution import convolve_prompts, remember, silu, taps_of
+from .step import RecurrentStep, drafts_of, snapshot_of, tokens_of
 
-VALUES_AT_ONCE = 64  # columns of a state that a program updates together
-FEW_PROGRAMS = 128  # of a step: no more than multiprocessors. Then each updates twice as many.
+FEW_PROGRAMS = 256  # of a step. They have more warps each.
 VALUES_EACH = 32  # columns of a state that a program passes from chunk to chunk
 _TILE = tl.constexpr(16)  # rows of a system that are solved one by one
 _EPS = tl.constexpr(EPS)
@@ -36,11 +36,9 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class DeltaNet:
-    """A layer: `recurrent.short_convolution`, `gated_delta_rule` and `gated_norm`.
+    """A layer: `recurrent.delta_net`, which has the arguments.
 
-    kernel: [channels, width]; a_log, time: fp32 [v_heads]; norm: [v_size]; rate: see
-    `describe.DeltaNet`; windows: [slots, width - 1, channels] in the type of the rows; states:
-    [slots, v_heads, k_size, v_size]."""
+    a_log, time: fp32; inputs: in the type of the rows."""
 
     def __init__(
         self,
@@ -50,16 +48,16 @@ class DeltaNet:
         norm: Tensor,
         eps: float,
         rate: float,
-        windows: Tensor,
+        inputs: Tensor,
         states: Tensor,
         num_k_heads: int,
     ) -> None:
-        self._kernel, self._gates, self._norm = kernel, (a_log, time), norm
+        self._kernel, self._gates, self._norm = kernel.T.contiguous(), (a_log, time), norm
         self._eps, self._rate = eps, rate
-        self._windows, self._states = windows, states
+        self._inputs, self._states = inputs, states
         _, self._v_heads, self._k_size, self._v_size = states.shape
         self._k_heads = num_k_heads
-        self._channels, self._width = kernel.shape
+        self._width, self._channels = self._kernel.shape
         self._block = power_of_two(self._v_size)
         self._sizes = {
             "K_HEADS": num_k_heads,
@@ -75,8 +73,8 @@ class DeltaNet:
         if step.has_prompts:
             self._compute_prompts(y, step, out)
         pdl = supported(y.device)
-        is_wide = step.num_reqs * self._k_heads <= FEW_PROGRAMS
-        _delta_step_kernel[(step.num_reqs, self._k_heads)](
+        is_wide = step.num_reqs * self._v_heads <= FEW_PROGRAMS
+        _delta_step_kernel[(step.num_reqs, self._v_heads)](
             y,
             y.stride(0),
             out,
@@ -84,63 +82,61 @@ class DeltaNet:
             *self._gates,
             self._norm,
             self._eps,
-            self._windows,
+            self._inputs,
             self._states,
-            step.starts,
-            step.lengths,
-            step.reads,
-            step.writes,
-            step.keeps,
+            *step.requests,
+            *step.drafts,
             **self._sizes,
             RATE=self._rate,
-            V_BLOCK=min(2 * VALUES_AT_ONCE if is_wide else VALUES_AT_ONCE, self._block),
-            NORM_BLOCK=self._block,
+            V_BLOCK=self._block,
+            MOST=step.most_verified,
+            ROWS=self._inputs.shape[1],
             WIDTH=self._width,
             PDL=pdl,
             launch_pdl=pdl,
-            num_warps=16 if is_wide else 4,
+            num_warps=16 if is_wide or self._block > 128 else 8,
         )
         return out
 
     def _compute_prompts(self, y: Tensor, step: RecurrentStep, out: Tensor) -> None:
-        """Compute the requests with more than one token."""
+        """Compute the requests with prompts."""
         mixed = torch.empty(len(y), self._channels, dtype=y.dtype, device=y.device)
-        convolve_prompts(y, mixed, self._kernel, None, self._windows, step, has_silu=True)
-        shape = (2, step.max_chunks, self._v_heads, CHUNK, CHUNK)
-        systems = torch.empty(shape, dtype=y.dtype, device=y.device)
+        units = 2 * self._k_heads
+        weights = self._kernel, None, self._inputs
+        convolve_prompts(y, mixed, *weights, step, units=units, head=self._k_size)
         chunks, heads = step.max_chunks, self._v_heads
-        gates = y, y.stride(0), *self._gates
+        totals = torch.empty(chunks, heads, CHUNK, dtype=torch.float32, device=y.device)
+        systems = torch.empty(2, chunks, heads, CHUNK, CHUNK, dtype=y.dtype, device=y.device)
+        updates, reads = systems
         is_exact = y.dtype == torch.float32
+        sizes = self._sizes | {"CHUNK": CHUNK, "EXACT": is_exact}
         _solve_kernel[(chunks, heads)](
             mixed,
-            *gates,
-            *systems,
+            y,
+            y.stride(0),
+            *self._gates,
+            updates,
+            totals,
             step.chunks,
-            **self._sizes,
+            **sizes,
             RATE=self._rate,
-            CHUNK=CHUNK,
-            EXACT=is_exact,
-            num_warps=4,
+            num_warps=1,
         )
+        _reads_kernel[(chunks, heads)](mixed, totals, reads, step.chunks, **sizes, num_warps=4)
         block = min(VALUES_EACH, max(16, self._block))
         _scan_kernel[(step.num_reqs, heads, -(-self._v_size // block))](
             mixed,
-            *gates,
-            *systems,
+            totals,
+            updates,
+            reads,
             out,
             self._states,
-            step.chunks,
             step.chunk_starts,
-            step.starts,
-            step.lengths,
-            step.reads,
-            step.writes,
-            step.keeps,
+            *step.requests[:5],
             step.after,
-            **self._sizes,
+            **sizes,
             V_BLOCK=block,
-            CHUNK=CHUNK,
-            EXACT=is_exact,
+            MOST=step.most_verified,
             num_warps=4,
             num_stages=1 if is_exact else 2,  # for the shared memory of small GPUs
         )
@@ -170,13 +166,16 @@ def _delta_step_kernel(
     time_ptr,
     norm_ptr,
     eps,
-    window_ptr,
+    input_ptr,
     state_ptr,
     start_ptr,
     length_ptr,
     read_ptr,
     write_ptr,
     keep_ptr,
+    kept_ptr,
+    begin_ptr,
+    written_ptr,
     K_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K_SIZE: tl.constexpr,
@@ -184,91 +183,112 @@ def _delta_step_kernel(
     K_BLOCK: tl.constexpr,
     RATE: tl.constexpr,
     V_BLOCK: tl.constexpr,
-    NORM_BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one token of one head of keys, with its heads of values.
+    """Compute a head of values of a request's tokens, if they are no prompt.
 
-    No other program has their channels, so that a window can be replaced where it is."""
+    Programs that share keys read the inputs that they have in common. None is replaced meanwhile: a
+    new token's are kept in a row that no token before needs."""
     wait(PDL)
     release(PDL)
     request, head = tl.program_id(0), tl.program_id(1)
-    token, count, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
-    if count != 1:
+    first, count, start, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
+    if (count < 1) | (count > MOST):
         return
-    write = tl.load(write_ptr + request).to(tl.int64)
-    keep = tl.load(keep_ptr + request).to(tl.int64)
+    begin, written = drafts_of(request, start, start + count, begin_ptr, written_ptr)
     KEYS: tl.constexpr = K_HEADS * K_SIZE
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     VALUES: tl.constexpr = V_HEADS * V_SIZE
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+    COLUMNS: tl.constexpr = CHANNELS + 2 * V_HEADS
     MATRIX: tl.constexpr = K_SIZE * V_SIZE
-    row_ptr = y_ptr + token.to(tl.int64) * stride
-    key = tl.arange(0, K_BLOCK)
-    is_key = key < K_SIZE
+    key, value = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
+    is_key, is_value = key < K_SIZE, value < V_SIZE
+    inside = head * MATRIX + key[:, None] * V_SIZE + value[None, :]
+    live = is_key[:, None] & is_value[None, :]
+    SLOT: tl.constexpr = V_HEADS * MATRIX
+    state = tl.load(state_ptr + read * SLOT + inside, mask=live & (begin > 0), other=0.0)
+    state = state.to(tl.float32)
+    write = tl.load(write_ptr + request).to(tl.int64)
+    keep, kept = snapshot_of(request, begin, written, keep_ptr, kept_ptr)
 
-    channel = head * K_SIZE + key
-    x = tl.load(row_ptr + channel, mask=is_key, other=0.0)
-    q = convolve_one(
-        x, channel, is_key, kernel_ptr, window_ptr, CHANNELS, is_first, read, write, keep, WIDTH
-    )
-    channel += KEYS
-    x = tl.load(row_ptr + channel, mask=is_key, other=0.0)
-    k = convolve_one(
-        x, channel, is_key, kernel_ptr, window_ptr, CHANNELS, is_first, read, write, keep, WIDTH
-    )
-    q, k = silu(q).to(x.dtype).to(tl.float32), silu(k).to(x.dtype).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + _EPS) * (K_SIZE**-0.5)
-    k *= tl.rsqrt(tl.sum(k * k, 0) + _EPS)
+    TAPS: tl.constexpr = triton.next_power_of_2(WIDTH)
+    tap = tl.arange(0, TAPS)[:, None]
+    q_channel = (head // GROUP * K_SIZE + key)[None, :]
+    v_channel = (2 * KEYS + head * V_SIZE + value)[None, :]
+    q_live, v_live = is_key[None, :], is_value[None, :]
+    own_ptr = kernel_ptr + tap * CHANNELS
+    q_mask, v_mask = q_live & (tap < WIDTH), v_live & (tap < WIDTH)
+    q_weights = tl.load(own_ptr + q_channel, mask=q_mask, other=0.0).to(tl.float32)
+    k_weights = tl.load(own_ptr + KEYS + q_channel, mask=q_mask, other=0.0).to(tl.float32)
+    v_weights = tl.load(own_ptr + v_channel, mask=v_mask, other=0.0).to(tl.float32)
+    a_log, time = tl.load(decay_ptr + head), tl.load(time_ptr + head)
+    norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
+    is_leader = head % GROUP == 0
 
-    for i in range(GROUP):
-        v_head = head * GROUP + i
-        gate_ptr = row_ptr + CHANNELS + VALUES + v_head
-        beta = RATE * tl.sigmoid(tl.load(gate_ptr).to(tl.float32))
-        a = tl.load(gate_ptr + V_HEADS).to(tl.float32)
-        decay = tl.exp(_decay(a, tl.load(decay_ptr + v_head), tl.load(time_ptr + v_head)))
-        own_ptr = out_ptr + token.to(tl.int64) * VALUES + v_head * V_SIZE
-        squares = 0.0
-        for first in range(0, V_SIZE, V_BLOCK):
-            value = first + tl.arange(0, V_BLOCK)
-            is_value = value < V_SIZE
-            inside = key[:, None] * V_SIZE + value[None, :]
-            live = is_key[:, None] & is_value[None, :]
-            state = tl.load(
-                state_ptr + (read * V_HEADS + v_head) * MATRIX + inside,
-                mask=live & (is_first == 0),
-                other=0.0,
-            ).to(tl.float32)
-            place = 2 * KEYS + v_head * V_SIZE + value
-            new = tl.load(row_ptr + place, mask=is_value, other=0.0)
-            v = convolve_one(
-                new, place, is_value, kernel_ptr, window_ptr, CHANNELS,
-                is_first, read, write, keep, WIDTH,
-            )  # fmt: skip
-            v = silu(v).to(new.dtype).to(tl.float32)
-            state *= decay
-            update = (v - tl.sum(state * k[:, None], 0)) * beta
-            state += k[:, None] * update[None, :]
-            out = tl.sum(state * q[:, None], 0).to(new.dtype)
+    for position in range(begin, start + count):
+        is_new = position >= start
+        row_ptr = y_ptr + (first + position - start).to(tl.int64) * stride
+        old_ptr = input_ptr + (read * ROWS + position % ROWS) * COLUMNS + CHANNELS + head
+        gate_ptr = row_ptr + CHANNELS + VALUES + head
+        b = tl.load(gate_ptr, mask=is_new, other=0.0)
+        a = tl.load(gate_ptr + V_HEADS, mask=is_new, other=0.0)
+        b += tl.load(old_ptr, mask=is_new == 0, other=0.0)
+        a += tl.load(old_ptr + V_HEADS, mask=is_new == 0, other=0.0)
+        q_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, q_channel, 0, q_live, position, first,
+                         start, read, ROWS, WIDTH, False)  # fmt: skip
+        k_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, KEYS + q_channel, 0, q_live, position,
+                         first, start, read, ROWS, WIDTH, False)  # fmt: skip
+        v_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, v_channel, 0, v_live, position, first,
+                         start, read, ROWS, WIDTH, False)  # fmt: skip
+        dtype = q_taps.dtype
+        q = silu(tl.sum(q_taps.to(tl.float32) * q_weights, 0)).to(dtype).to(tl.float32)
+        k = silu(tl.sum(k_taps.to(tl.float32) * k_weights, 0)).to(dtype).to(tl.float32)
+        v = silu(tl.sum(v_taps.to(tl.float32) * v_weights, 0)).to(dtype).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + _EPS) * (K_SIZE**-0.5)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + _EPS)
+        decay = tl.exp(_decay(a.to(tl.float32), a_log, time))
+        beta = RATE * tl.sigmoid(b.to(tl.float32))
+        update = (v - decay * tl.sum(state * k[:, None], 0)) * beta
+        # The new state reads a query as the old one does, plus what the update adds.
+        out = decay * tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * update
+        state = decay * state + k[:, None] * update[None, :]
+        if is_new:
+            out = out.to(dtype).to(tl.float32)
+            token = (first + position - start).to(tl.int64)
+            place = head * V_SIZE + value
+            z = tl.load(row_ptr + CHANNELS + place, mask=is_value, other=0.0).to(tl.float32)
+            unit = (out * tl.rsqrt(tl.sum(out * out, 0) / V_SIZE + eps)).to(dtype)
+            out = norm * unit.to(tl.float32) * silu(z)
+            tl.store(out_ptr + token * VALUES + place, out.to(dtype), mask=is_value)
+            is_last = (position + 1 == written) & (read != write)
+            is_late = position + WIDTH > written  # later steps need its inputs
+            q_late, v_late = q_live & is_leader & is_late, v_live & is_late
+            remember(q_taps, input_ptr, COLUMNS, q_channel, q_late, position, write, is_last, ROWS,
+                     WIDTH)  # fmt: skip
+            remember(k_taps, input_ptr, COLUMNS, KEYS + q_channel, q_late, position, write,
+                     is_last, ROWS, WIDTH)  # fmt: skip
+            remember(v_taps, input_ptr, COLUMNS, v_channel, v_late, position, write, is_last, ROWS,
+                     WIDTH)  # fmt: skip
+            if MOST > 1:
+                new_ptr = input_ptr + (write * ROWS + position % ROWS) * COLUMNS + CHANNELS + head
+                tl.store(new_ptr, b)
+                tl.store(new_ptr + V_HEADS, a)
+        if position + 1 == written:
             after = state.to(state_ptr.dtype.element_ty)
-            tl.debug_barrier()  # as in `convolve_one`
-            tl.store(state_ptr + (write * V_HEADS + v_head) * MATRIX + inside, after, mask=live)
-            if keep >= 0:
-                kept_ptr = state_ptr + (keep * V_HEADS + v_head) * MATRIX
-                tl.store(kept_ptr + inside, after, mask=live)
-            tl.store(own_ptr + value, out, mask=is_value)
-            squares += tl.sum(out.to(tl.float32) * out.to(tl.float32), 0)
-        tl.debug_barrier()
-        value = tl.arange(0, NORM_BLOCK)
-        is_value = value < V_SIZE
-        out = tl.load(own_ptr + value, mask=is_value, other=0.0)
-        dtype = out.dtype
-        z = tl.load(row_ptr + CHANNELS + v_head * V_SIZE + value, mask=is_value, other=0.0)
-        norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
-        unit = (out.to(tl.float32) * tl.rsqrt(squares / V_SIZE + eps)).to(dtype)
-        out = norm * unit.to(tl.float32) * silu(z.to(tl.float32))
-        tl.store(own_ptr + value, out.to(dtype), mask=is_value)
+            tl.store(state_ptr + write * SLOT + inside, after, mask=live)
+        if position + 1 == kept:
+            after = state.to(state_ptr.dtype.element_ty)
+            tl.store(state_ptr + keep * SLOT + inside, after, mask=live)
+            remember(q_taps, input_ptr, COLUMNS, q_channel, q_live & is_leader, position, keep,
+                     True, ROWS, WIDTH)  # fmt: skip
+            remember(k_taps, input_ptr, COLUMNS, KEYS + q_channel, q_live & is_leader, position,
+                     keep, True, ROWS, WIDTH)  # fmt: skip
+            remember(v_taps, input_ptr, COLUMNS, v_channel, v_live, position, keep, True, ROWS,
+                     WIDTH)  # fmt: skip
 
 
 @triton.jit
@@ -279,6 +299,108 @@ def _solve_kernel(
     decay_ptr,
     time_ptr,
     update_ptr,
+    total_ptr,
+    chunk_ptr,
+    K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXACT: tl.constexpr,
+    RATE: tl.constexpr,
+):
+    """Solve the system of a chunk and a head of values, which does not depend on the state.
+
+    Writes a matrix [CHUNK, CHUNK], by which updates are made of what values add to what keys stood
+    for (zeros above its diagonal are not written), and the sums of decays [CHUNK]. The system is
+    cut into four rows of tiles. Those on the diagonal are inverted row by row, the others follow:
+    as exact as in fp32, since updates of like keys would lose much more with tf32."""
+    tl.static_assert(CHUNK == 4 * _TILE)
+    V_HEADS: tl.constexpr = K_HEADS * GROUP
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(chunk_ptr + chunk * 3), tl.load(chunk_ptr + chunk * 3 + 1)
+    if begin == end:
+        return
+    column = (K_HEADS + head // GROUP) * K_SIZE
+    k0 = _rows(mixed_ptr, begin, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, _TILE)
+    k1 = _rows(mixed_ptr, begin + 16, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, _TILE)
+    k2 = _rows(mixed_ptr, begin + 32, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, _TILE)
+    k3 = _rows(mixed_ptr, begin + 48, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, _TILE)
+    gate_ptr = y_ptr + 2 * K_HEADS * K_SIZE + 2 * V_HEADS * V_SIZE + head
+    a_log, time = tl.load(decay_ptr + head), tl.load(time_ptr + head)
+    d0, b0 = _gates(gate_ptr, stride, a_log, time, begin, end, V_HEADS, RATE)
+    d1, b1 = _gates(gate_ptr, stride, a_log, time, begin + 16, end, V_HEADS, RATE)
+    d2, b2 = _gates(gate_ptr, stride, a_log, time, begin + 32, end, V_HEADS, RATE)
+    d3, b3 = _gates(gate_ptr, stride, a_log, time, begin + 48, end, V_HEADS, RATE)
+    t0 = tl.cumsum(d0, 0)
+    t1 = tl.cumsum(d1, 0) + tl.sum(d0, 0)
+    t2 = tl.cumsum(d2, 0) + (tl.sum(d0, 0) + tl.sum(d1, 0))
+    t3 = tl.cumsum(d3, 0) + (tl.sum(d0, 0) + tl.sum(d1, 0) + tl.sum(d2, 0))
+    row = tl.arange(0, _TILE)
+    own_ptr = total_ptr + (chunk.to(tl.int64) * V_HEADS + head) * CHUNK + row
+    tl.store(own_ptr, t0)
+    tl.store(own_ptr + 16, t1)
+    tl.store(own_ptr + 32, t2)
+    tl.store(own_ptr + 48, t3)
+
+    is_before = row[:, None] > row[None, :]
+    s0 = tl.where(is_before, _system(k0, k0, t0, t0, b0, EXACT), 0.0)
+    s1 = tl.where(is_before, _system(k1, k1, t1, t1, b1, EXACT), 0.0)
+    s2 = tl.where(is_before, _system(k2, k2, t2, t2, b2, EXACT), 0.0)
+    s3 = tl.where(is_before, _system(k3, k3, t3, t3, b3, EXACT), 0.0)
+    x0, x1, x2, x3 = -s0, -s1, -s2, -s3
+    for i in range(2, _TILE):
+        x0, x1 = _next_row(s0, x0, i), _next_row(s1, x1, i)
+        x2, x3 = _next_row(s2, x2, i), _next_row(s3, x3, i)
+    one = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
+    x0, x1, x2, x3 = x0 + one, x1 + one, x2 + one, x3 + one
+    s10, s21 = _system(k1, k0, t1, t0, b1, EXACT), _system(k2, k1, t2, t1, b2, EXACT)
+    s32, s20 = _system(k3, k2, t3, t2, b3, EXACT), _system(k2, k0, t2, t0, b2, EXACT)
+    s31, s30 = _system(k3, k1, t3, t1, b3, EXACT), _system(k3, k0, t3, t0, b3, EXACT)
+    x10 = -_dot(x1, _dot(s10, x0, True), True)
+    x21 = -_dot(x2, _dot(s21, x1, True), True)
+    x32 = -_dot(x3, _dot(s32, x2, True), True)
+    x20 = -_dot(x2, _dot(s20, x0, True) + _dot(s21, x10, True), True)
+    x31 = -_dot(x3, _dot(s31, x1, True) + _dot(s32, x21, True), True)
+    x30 = -_dot(x3, _dot(s30, x0, True) + _dot(s31, x10, True) + _dot(s32, x20, True), True)
+
+    dtype = update_ptr.dtype.element_ty
+    own_ptr = update_ptr + (chunk.to(tl.int64) * V_HEADS + head) * (CHUNK * CHUNK)
+    own_ptr += row[:, None] * CHUNK + row[None, :]
+    LINE: tl.constexpr = _TILE * CHUNK  # a row of tiles
+    tl.store(own_ptr, (x0 * b0[None, :]).to(dtype))
+    tl.store(own_ptr + LINE, (x10 * b0[None, :]).to(dtype))
+    tl.store(own_ptr + LINE + 16, (x1 * b1[None, :]).to(dtype))
+    tl.store(own_ptr + 2 * LINE, (x20 * b0[None, :]).to(dtype))
+    tl.store(own_ptr + 2 * LINE + 16, (x21 * b1[None, :]).to(dtype))
+    tl.store(own_ptr + 2 * LINE + 32, (x2 * b2[None, :]).to(dtype))
+    tl.store(own_ptr + 3 * LINE, (x30 * b0[None, :]).to(dtype))
+    tl.store(own_ptr + 3 * LINE + 16, (x31 * b1[None, :]).to(dtype))
+    tl.store(own_ptr + 3 * LINE + 32, (x32 * b2[None, :]).to(dtype))
+    tl.store(own_ptr + 3 * LINE + 48, (x3 * b3[None, :]).to(dtype))
+
+
+@triton.jit
+def _system(k, other, total, other_total, beta, EXACT: tl.constexpr):
+    """Return how much of the updates of other tokens the updates of tokens take back."""
+    between = tl.exp(tl.minimum(total[:, None] - other_total[None, :], 0.0))
+    return beta[:, None] * between * _dot(k, tl.trans(other), EXACT)
+
+
+@triton.jit
+def _next_row(system, inverse, i):
+    """Solve row `i` of (1 + system)⁻¹ - 1, once those above it are solved."""
+    is_row = (tl.arange(0, _TILE) == i)[:, None]
+    line = -tl.sum(tl.where(is_row, system, 0.0), 0)
+    line += tl.sum(line[:, None] * inverse, 0)
+    return tl.where(is_row, line[None, :], inverse)
+
+
+@triton.jit
+def _reads_kernel(
+    mixed_ptr,
+    total_ptr,
     read_ptr,
     chunk_ptr,
     K_HEADS: tl.constexpr,
@@ -286,79 +408,37 @@ def _solve_kernel(
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    RATE: tl.constexpr,
     CHUNK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Write what does not depend on the state, of a chunk and a head of values.
-
-    Two matrices [CHUNK, CHUNK]: updates are the first times (values - what keys stood for), and
-    outputs add the second times updates."""
+    """Write what each query of a chunk reads of each update, [CHUNK, CHUNK]."""
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     chunk, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(chunk_ptr + chunk * 3), tl.load(chunk_ptr + chunk * 3 + 1)
     if begin == end:
         return
     column = head // GROUP * K_SIZE
-    k = _unit_rows(mixed_ptr, begin, end, K_HEADS * K_SIZE + column, K_HEADS, GROUP, K_SIZE,
-                   V_SIZE, K_BLOCK, CHUNK)  # fmt: skip
-    q = _unit_rows(mixed_ptr, begin, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK,
-                   CHUNK)  # fmt: skip
-    total, beta = _gates(y_ptr, stride, decay_ptr, time_ptr, begin, end, head, K_HEADS, GROUP,
-                         K_SIZE, V_SIZE, CHUNK)  # fmt: skip
-    beta *= RATE
+    q = _rows(mixed_ptr, begin, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, CHUNK)
+    column += K_HEADS * K_SIZE
+    k = _rows(mixed_ptr, begin, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, CHUNK)
     row = tl.arange(0, CHUNK)
-    first = (chunk.to(tl.int64) * V_HEADS + head) * (CHUNK * CHUNK)
-    square = row[:, None] * CHUNK + row[None, :]
+    own = chunk.to(tl.int64) * V_HEADS + head
+    total = tl.load(total_ptr + own * CHUNK + row)
     is_known = row[:, None] >= row[None, :]
     between = tl.exp(tl.where(is_known, total[:, None] - total[None, :], float("-inf")))
     reads = _dot(q, tl.trans(k), EXACT) * between * (K_SIZE**-0.5)
-    tl.store(read_ptr + first + square, reads.to(read_ptr.dtype.element_ty))
-    likeness = _dot(k, tl.trans(k), EXACT)
-    is_before = row[:, None] > row[None, :]
-    system = tl.where(is_before, beta[:, None] * between * likeness, 0.0)
-    updates = _inverse(system, CHUNK) * beta[None, :]
-    tl.store(update_ptr + first + square, updates.to(update_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _inverse(system, CHUNK: tl.constexpr):
-    """Return the inverse of 1 + system, which is zero on and above its diagonal.
-
-    Tiles on the diagonal are solved row by row. With D their inverse and N = D · (the rest), the
-    result is (1 - N)(1 + N²) D: N has four rows of tiles, so its fourth power is zero. Powers of
-    the whole system would grow beyond fp32 where many keys are alike. Products are as exact as in
-    fp32: with tf32, updates of like keys lose up to 20 times what rounding to bf16 costs."""
-    row = tl.arange(0, CHUNK)
-    is_inside = row[:, None] // _TILE == row[None, :] // _TILE
-    inside = tl.where(is_inside, system, 0.0)
-    # Rows that are not solved hold what the products' layout was chosen for: with another, they
-    # would spill 2 kB of registers.
-    diagonal = tl.where(row[:, None] == row[None, :], 1.0, inside)
-    for i in range(1, _TILE):  # replace a row of each tile, once those above it are solved
-        is_row = (row % _TILE == i)[:, None]
-        line = tl.sum(tl.where(is_row, inside, 0.0), 0)
-        known = tl.sum(line[:, None] * diagonal, 0)
-        is_wanted = is_row & is_inside & (row[:, None] > row[None, :])
-        diagonal = tl.where(is_wanted, -known[None, :], diagonal)
-    rest = _dot(diagonal, system - inside, True)
-    square = _dot(rest, rest, True)
-    power = diagonal + _dot(square, diagonal, True)
-    return power - _dot(rest, power, True)
+    square = row[:, None] * CHUNK + row[None, :]
+    tl.store(read_ptr + own * (CHUNK * CHUNK) + square, reads.to(read_ptr.dtype.element_ty))
 
 
 @triton.jit
 def _scan_kernel(
     mixed_ptr,
-    y_ptr,
-    stride,
-    decay_ptr,
-    time_ptr,
+    total_ptr,
     update_ptr,
     from_update_ptr,
     out_ptr,
     state_ptr,
-    chunk_ptr,
     chunk_start_ptr,
     start_ptr,
     length_ptr,
@@ -371,9 +451,10 @@ def _scan_kernel(
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     EXACT: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """Compute some columns of a head's state, of all chunks of a request."""
     V_HEADS: tl.constexpr = K_HEADS * GROUP
@@ -381,38 +462,41 @@ def _scan_kernel(
     VALUES: tl.constexpr = V_HEADS * V_SIZE
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     request, head = tl.program_id(0), tl.program_id(1)
-    first, length, is_first, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
-    if length <= 1:
+    first, length, start, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
+    if length <= MOST:
         return
     write = tl.load(write_ptr + request).to(tl.int64)
     keep = tl.load(keep_ptr + request).to(tl.int64)
-    kept_end = first + tl.load(after_ptr + request)
+    after = tl.load(after_ptr + request)
     key = tl.arange(0, K_BLOCK)
     value = tl.program_id(2) * V_BLOCK + tl.arange(0, V_BLOCK)
     is_value = value < V_SIZE
     live = (key < K_SIZE)[:, None] & is_value[None, :]
     inside = head * (K_SIZE * V_SIZE) + key[:, None] * V_SIZE + value[None, :]
     SLOT: tl.constexpr = V_HEADS * K_SIZE * V_SIZE
-    state = tl.load(
-        state_ptr + read * SLOT + inside, mask=live & (is_first == 0), other=0.0
-    ).to(tl.float32)  # fmt: skip
+    state = tl.load(state_ptr + read * SLOT + inside, mask=live & (start > 0), other=0.0)
+    state = state.to(tl.float32)
     row = tl.arange(0, CHUNK)
     square = row[:, None] * CHUNK + row[None, :]
+    is_lower = row[:, None] >= row[None, :] // _TILE * _TILE
     dtype = mixed_ptr.dtype.element_ty
     first_chunk = tl.load(chunk_start_ptr + request)
-    num_chunks = tl.load(chunk_start_ptr + request + 1) - first_chunk
-    for index in range(num_chunks):
-        chunk = first_chunk + index
-        begin, end = tl.load(chunk_ptr + chunk * 3), tl.load(chunk_ptr + chunk * 3 + 1)
+    num_before = tl.cdiv(after, CHUNK)  # chunks up to the snapshot
+    for index in range(num_before + tl.cdiv(length - after, CHUNK)):
+        is_before = index < num_before
+        begin = tl.where(is_before, index * CHUNK, after + (index - num_before) * CHUNK)
+        end = first + tl.minimum(begin + CHUNK, tl.where(is_before, after, length))
+        begin += first
         token = begin + row
         is_token = token < end
-        k = _unit_rows(mixed_ptr, begin, end, KEYS + head // GROUP * K_SIZE, K_HEADS, GROUP, K_SIZE,
-                       V_SIZE, K_BLOCK, CHUNK)  # fmt: skip
-        total, _ = _gates(y_ptr, stride, decay_ptr, time_ptr, begin, end, head, K_HEADS, GROUP,
-                          K_SIZE, V_SIZE, CHUNK)  # fmt: skip
-        matrix = (chunk.to(tl.int64) * V_HEADS + head) * (CHUNK * CHUNK) + square
-        updates = tl.load(update_ptr + matrix)
-        reads = tl.load(from_update_ptr + matrix)
+        own = (first_chunk + index).to(tl.int64) * V_HEADS + head
+        column = head // GROUP * K_SIZE
+        q = _rows(mixed_ptr, begin, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, CHUNK)
+        column += KEYS
+        k = _rows(mixed_ptr, begin, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, CHUNK)
+        total = tl.load(total_ptr + own * CHUNK + row)
+        updates = tl.load(update_ptr + own * (CHUNK * CHUNK) + square, mask=is_lower, other=0.0)
+        reads = tl.load(from_update_ptr + own * (CHUNK * CHUNK) + square)
         value_ptr = token.to(tl.int64)[:, None] * CHANNELS + 2 * KEYS + head * V_SIZE
         is_there = is_token[:, None] & is_value[None, :]
         v = tl.load(mixed_ptr + value_ptr + value[None, :], mask=is_there, other=0.0)
@@ -421,22 +505,18 @@ def _scan_kernel(
         known = _dot(k, rounded, EXACT) * since
         wanted = (v.to(tl.float32) - known).to(dtype)
         update = _dot(updates, wanted, EXACT)
-        q = _unit_rows(mixed_ptr, begin, end, head // GROUP * K_SIZE, K_HEADS, GROUP, K_SIZE,
-                       V_SIZE, K_BLOCK, CHUNK)  # fmt: skip
         out = _dot(q, rounded, EXACT) * (since * (K_SIZE**-0.5))
         out += _dot(reads, update.to(dtype), EXACT)
-        own = token.to(tl.int64)[:, None] * VALUES + head * V_SIZE + value[None, :]
-        tl.store(out_ptr + own, out.to(dtype), mask=is_there)
+        place = token.to(tl.int64)[:, None] * VALUES + head * V_SIZE + value[None, :]
+        tl.store(out_ptr + place, out.to(dtype), mask=is_there)
         # Decays of tokens beyond the end are zero, so that the least sum is the last.
         least = tl.min(total, 0)
         left = (update * tl.exp(least - total)[:, None]).to(dtype)
         state = state * tl.exp(least) + _dot(tl.trans(k), left, EXACT)
-        if end == kept_end:
+        if is_before & (index + 1 == num_before):
             kept = state.to(state_ptr.dtype.element_ty)
-            tl.store(state_ptr + keep * SLOT + inside, kept, mask=live & (keep >= 0))
-    tl.store(
-        state_ptr + write * SLOT + inside, state.to(state_ptr.dtype.element_ty), mask=live
-    )  # fmt: skip
+            tl.store(state_ptr + keep * SLOT + inside, kept, mask=live)
+    tl.store(state_ptr + write * SLOT + inside, state.to(state_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -474,46 +554,38 @@ def _gated_norm_kernel(
 
 
 @triton.jit
-def _unit_rows(
+def _rows(
     mixed_ptr, begin, end, column,
     K_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Return a chunk's queries or keys, which begin at a column, of length 1, [CHUNK, K_BLOCK]."""
+    """Return queries or keys of tokens, which begin at a column, [COUNT, K_BLOCK]."""
     CHANNELS: tl.constexpr = K_HEADS * (2 * K_SIZE + GROUP * V_SIZE)
-    token = begin + tl.arange(0, CHUNK)
+    token = begin + tl.arange(0, COUNT)
     key = tl.arange(0, K_BLOCK)
     own = mixed_ptr + token.to(tl.int64)[:, None] * CHANNELS + column + key[None, :]
     live = (token < end)[:, None] & (key < K_SIZE)[None, :]
-    rows = tl.load(own, mask=live, other=0.0)
-    x = rows.to(tl.float32)
-    return (x * tl.rsqrt(tl.sum(x * x, 1) + _EPS)[:, None]).to(rows.dtype)
+    return tl.load(own, mask=live, other=0.0)
 
 
 @triton.jit
 def _gates(
-    y_ptr, stride, decay_ptr, time_ptr, begin, end, head,
-    K_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    gate_ptr, stride, a_log, time, begin, end,
+    V_HEADS: tl.constexpr,
+    RATE: tl.constexpr,
 ):  # fmt: skip
-    """Return a chunk's sums of decays and its rates of updates, [CHUNK]."""
-    V_HEADS: tl.constexpr = K_HEADS * GROUP
-    token = begin + tl.arange(0, CHUNK)
+    """Return the decays of tokens and their rates of updates, [TILE]."""
+    token = begin + tl.arange(0, _TILE)
     live = token < end
-    first: tl.constexpr = 2 * K_HEADS * K_SIZE + 2 * V_HEADS * V_SIZE
-    own = y_ptr + token.to(tl.int64) * stride + first + head
+    own = gate_ptr + token.to(tl.int64) * stride
     b = tl.load(own, mask=live, other=0.0).to(tl.float32)
     a = tl.load(own + V_HEADS, mask=live, other=0.0).to(tl.float32)
-    decay = _decay(a, tl.load(decay_ptr + head), tl.load(time_ptr + head))
-    total = tl.cumsum(tl.where(live, decay, 0.0), 0)
-    return total, tl.where(live, tl.sigmoid(b), 0.0)
+    decay = tl.where(live, _decay(a, a_log, time), 0.0)
+    return decay, tl.where(live, RATE * tl.sigmoid(b), 0.0)
 
 
 @triton.jit

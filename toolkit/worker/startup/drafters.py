@@ -61,7 +61,7 @@ def check(setup: Setup) -> Speculation | None:
     problem = None
     if isinstance(described, Encoder) or not has_head(setup.model_config):
         problem = f"{name} generates no text"
-    elif any(isinstance(one, RowMemory) for one in described.memory):
+    elif any(isinstance(one, RowMemory) and not one.takes_drafts for one in described.memory):
         problem = f"layers of {name} keep a state for each request, which drafts would change"
     elif setup.device.type != "cpu" and setup.place.triton is None:
         problem = "on GPUs it needs the package triton"
@@ -111,6 +111,11 @@ class DraftModelLoader:
         described = describe(self._model_config)
         if isinstance(described, Encoder) or not has_head(self._model_config):
             raise _error(f"{self.folder} ({self._model_config.architectures[0]}) generates no text")
+        if any(isinstance(one, RowMemory) for one in described.memory):
+            raise _error(
+                f"{self.folder}: layers of {self._model_config.architectures[0]} keep a state for "
+                "each request, and a model that drafts has none of its own"
+            )
         choose_dtype(str(setup.dtype).removeprefix("torch."), self._model_config, setup.device)
         tokenizer = given.tokenizer
         require_same_vocabulary(self.folder, setup.folder if tokenizer is None else Path(tokenizer))

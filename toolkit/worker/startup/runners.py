@@ -77,6 +77,7 @@ class RunnerFactory:
             model.dtype.itemsize,
             setup.config.cache.state_type,
             drafter=drafts,
+            most_drafts=setup.config.speculation.most_drafts,
         )
 
     @property
@@ -101,7 +102,7 @@ class RunnerFactory:
             and self.backends.is_capturable
             and not setup.config.device.enforce_eager,
             adapts=active is not None,
-            most_drafts=0 if wanted is None else wanted.num_speculative_tokens,
+            most_drafts=setup.config.speculation.most_drafts,
         )
         if wanted is not None and not policy.most_step_drafts:
             raise drafters.no_room_error(policy)
@@ -115,6 +116,7 @@ class RunnerFactory:
             self._processors,
             active,
             policy.most_step_drafts if is_last else 0,
+            most_drafts=policy.most_drafts,
             num_state_slots=size.num_state_slots,
             has_axes=self._has_axes,
         )

@@ -1,0 +1,139 @@
+"""Drafts of models whose layers keep a state for each request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import checkpoints, engines
+from tests.models import random_states
+from tests.speculative.drafting import few_measured_steps, logged_steps
+from toolkit import LLM, SamplingParams
+from toolkit.engine.front.input_processor import InputProcessor
+from toolkit.kernels.table import TritonKernels
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+SETTINGS = {
+    **random_states.SETTINGS,
+    "block_size": 16,
+    "max_num_seqs": 4,
+    "hf_overrides": {"max_position_embeddings": 512},
+}
+LENGTHS = 1, 3, 62, 63, 64, 65, 130
+COUNT = 40
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+MODES: dict[str, dict[str, Any]] = {
+    "in turn": {},
+    "overlapping": {"async_scheduling": True},
+    "chunks of 7": {"max_num_batched_tokens": 7, "async_scheduling": True, "max_num_seqs": 2},
+    "recomputed": {"num_gpu_blocks_override": 14, "max_model_len": 220},
+    "few states": {"state_cache_gib": 0.0, "async_scheduling": True},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+}
+Answers = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from tests.models.architectures import ARCHITECTURES
+
+    family, settings = ARCHITECTURES["lfm2"]
+    models = {
+        "delta nets": random_states.hybrid(),
+        "convolutions": checkpoints.make_model(family, settings),
+    }
+    return {
+        name: checkpoints.save(model, tmp_path_factory.mktemp("states"))
+        for name, model in models.items()
+    }
+
+
+@pytest.fixture
+def predictions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let predictions be token ids."""
+    monkeypatch.setattr(
+        InputProcessor,
+        "_tokenize_prediction",
+        lambda self, text: [*map(int, text.split())] if text else [],
+    )
+    return
+
+
+def ask(llm: LLM, prompts: Answers, expected: Answers | None = None) -> Answers:
+    """Return answers. With those that are expected, three of four drafts are right."""
+    chance, params = random.Random(0), []
+    for answer in expected or [[]] * len(prompts):
+        guess = [token if chance.random() < 0.8 else chance.randrange(250) for token in answer]
+        prediction = " ".join(map(str, guess)) or None
+        params.append(
+            SamplingParams(
+                temperature=0.0, max_tokens=COUNT, ignore_eos=True, prediction=prediction
+            )
+        )
+    found = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in found]
+
+
+def later(prompts: Answers, answers: Answers) -> Answers:
+    """Return prompts of next turns."""
+    pairs = zip(prompts, answers, strict=True)
+    return [[*prompt, *answer, 7, 9] for prompt, answer in pairs if len(prompt) > 20]
+
+
+@pytest.fixture(scope="module")
+def without_drafts(folders: dict[str, Path]) -> dict[str, list[tuple[Answers, Answers]]]:
+    """Prompts and answers of two turns."""
+    found, chance = {}, random.Random(1)
+    for name, folder in folders.items():
+        llm = LLM(str(folder), **SETTINGS, enable_prefix_caching=False)
+        prompts = [[chance.randrange(250) for _ in range(length)] for length in LENGTHS]
+        answers = ask(llm, prompts)
+        turns = later(prompts, answers)
+        found[name] = [(prompts, answers), (turns, ask(llm, turns))]
+        llm.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["delta nets", "convolutions"])
+def test_drafts_change_nothing(folders, without_drafts, predictions, all_drafts_pay, name, mode):
+    """Cold, and in slots that others have used, from states that decoding has passed."""
+    (prompts, expected), (turns, others) = without_drafts[name]
+    is_one_process = not mode.startswith("two")  # all ranks measure the same steps
+    with few_measured_steps() if is_one_process else nullcontext():
+        llm = LLM(str(folders[name]), **SETTINGS | MODES[mode], speculative_config=NGRAM)
+    assert ask(llm, prompts, expected) == expected
+    assert ask(llm, prompts[::-1], expected[::-1]) == expected[::-1]
+    assert ask(llm, turns, others) == others
+    if mode in ("in turn", "overlapping"):
+        with logged_steps(llm) as log:
+            given = [{"prompt_token_ids": one} for one in later(turns, others)]
+            found = llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)
+            assert ask(llm, prompts, expected) == expected
+        assert log.num_accepted > 50
+        assert log.num_accepted < log.num_drafts
+        # Up to the last boundary that the answers passed.
+        ends = [(len(one["prompt_token_ids"]) - 3) // 64 * 64 for one in given]
+        assert [one.num_cached_tokens for one in found] == ends
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["delta nets", "convolutions"])
+def test_drafts_change_nothing_with_gpu_kernels(
+    folders, without_drafts, predictions, rerun_graphs, monkeypatch, name
+):
+    monkeypatch.setattr("toolkit.models.recurrent.kernels_for", lambda device: TritonKernels())
+    (prompts, expected), _ = without_drafts[name]
+    limits = {"max_num_batched_tokens": 49, "max_num_seqs": 3, "attention_backend": "torch"}
+    llm = LLM(str(folders[name]), **SETTINGS | limits, speculative_config=NGRAM)
+    with logged_steps(llm) as log:
+        assert ask(llm, prompts[1:5], expected[1:5]) == expected[1:5]
+    assert 20 < log.num_accepted < log.num_drafts
+    assert len(engines.graphs(llm)) > 0
+    llm.shutdown()
