@@ -42,6 +42,7 @@ from toolkit.kernels.triton.recurrent.delta_net import (
     _reads_kernel,
     _scan_kernel,
     _solve_kernel,
+    _verify_kernel,
 )
 from toolkit.kernels.triton.sampling.drafts import _draft_inputs_kernel
 from toolkit.kernels.triton.sampling.logprobs import _blocks_kernel, _records_kernel
@@ -427,19 +428,19 @@ def compile_recurrent() -> None:
     types["eps"] = "fp32"
     net = {"K_HEADS": 16, "GROUP": 2, "K_SIZE": 128, "V_SIZE": 128, "K_BLOCK": 128}
     inputs = {"ROWS": 10, "WIDTH": 4}
-    step = net | inputs | {"RATE": 2.0, "V_BLOCK": 128, "MOST": 4, "PDL": True}
-    compile_kernel("delta net, some tokens", _delta_step_kernel, types, step, 8, 3)
-    no_drafts = {"begin_ptr": None, "written_ptr": None, "MOST": 1, "ROWS": 4}
-    compile_kernel("delta net, one token", _delta_step_kernel, types, step | no_drafts, 8, 3)
+    step = net | inputs | {"RATE": 2.0, "V_BLOCK": 128, "PDL": True}
+    compile_kernel("delta net, one token", _delta_step_kernel, types, step, 4, 3)
+    step |= {"MOST": 4, "COUNT": 16, "EXACT": False}
+    compile_kernel("delta net, drafts", _verify_kernel, types, step, 4, 3)
     chunks = net | {"CHUNK": 64, "EXACT": False}
     compile_kernel("delta net, systems", _solve_kernel, types, chunks | {"RATE": 1.0}, 1, 3)
     matrices = types | {"read_ptr": "*bf16"}
     compile_kernel("delta net, reads", _reads_kernel, matrices, chunks, 4, 3)
     scan = chunks | {"V_BLOCK": 32, "MOST": 1}
-    compile_kernel("delta net, states", _scan_kernel, types, scan, 4, 2)
+    compile_kernel("delta net, states", _scan_kernel, types, scan, 4, 3)
     norm = {"V_HEADS": 32, "V_SIZE": 128, "V_BLOCK": 128, "CHUNK": 64}
     compile_kernel("delta net, gated norm", _gated_norm_kernel, types, norm, 4, 3)
-    prompts = inputs | {"bias_ptr": None, "BLOCK": 128, "CHUNK": 64, "GATED": False}
+    prompts = inputs | {"bias_ptr": None, "BLOCK": 128, "COUNT": 16, "GATED": False}
     prompts |= {"UNITS": 32, "HEAD": 128}
     compile_kernel("convolution, units", _convolve_kernel, types, prompts, 8, 3)
     prompts |= {"BLOCK": 64, "GATED": True, "UNITS": 0, "HEAD": 1}

@@ -67,7 +67,7 @@ def test_kernels_compute_a_delta_net(
     if dtype == torch.float32:
         torch.testing.assert_close(found, expected, **bound)
     else:
-        assert (found - expected).float().norm() < 0.02 * expected.float().norm()
+        assert (found - expected).float().norm() < 0.03 * expected.float().norm()
     torch.testing.assert_close(states.cpu(), net.states, equal_nan=True, **bound)
     for slot in range(SLOTS):
         span = next((span for span in given.spans() if span.write == slot), None)

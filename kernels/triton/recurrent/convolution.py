@@ -20,6 +20,7 @@ from ..sizes import power_of_two
 from .step import RecurrentStep, drafts_of, snapshot_of, tokens_of
 
 CHANNELS_EACH = 64  # channels of a program
+TOKENS_EACH = 16  # of a chunk
 _EPS = tl.constexpr(EPS)
 
 
@@ -78,7 +79,8 @@ def convolve_prompts(
     the first `units` heads of `head` channels get length 1. out: [num_tokens, channels]."""
     width, channels = kernel.shape
     block = max(16, power_of_two(head)) if units else CHANNELS_EACH
-    _convolve_kernel[(step.max_chunks, units + -(-(channels - units * head) // block))](
+    blocks = units + -(-(channels - units * head) // block)
+    _convolve_kernel[(step.max_chunks, blocks, CHUNK // TOKENS_EACH)](
         y,
         y.stride(0),
         out,
@@ -92,11 +94,11 @@ def convolve_prompts(
         ROWS=inputs.shape[1],
         WIDTH=width,
         BLOCK=block,
-        CHUNK=CHUNK,
+        COUNT=TOKENS_EACH,
         GATED=is_gated,
         UNITS=units,
         HEAD=head,
-        num_warps=8 if block > CHANNELS_EACH else 4,
+        num_warps=4,
     )
     _remember_kernel[(step.num_reqs, -(-channels // CHANNELS_EACH))](
         y,
@@ -238,18 +240,18 @@ def _convolve_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    COUNT: tl.constexpr,
     GATED: tl.constexpr,
     UNITS: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """Convolve some channels of a chunk."""
-    chunk, block = tl.program_id(0) * 3, tl.program_id(1)
+    """Convolve some channels of some tokens of a chunk."""
+    chunk, block = tl.program_id(0) * 4, tl.program_id(1)
     begin, end = tl.load(chunk_ptr + chunk), tl.load(chunk_ptr + chunk + 1)
-    if begin == end:
+    request, first = tl.load(chunk_ptr + chunk + 2), tl.load(chunk_ptr + chunk + 3)
+    begin += tl.program_id(2) * COUNT
+    if begin >= end:
         return
-    request = tl.load(chunk_ptr + chunk + 2)
-    first, _, start, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
     inside = tl.arange(0, BLOCK)
     channel = block * BLOCK + inside
     is_channel = channel < channels
@@ -258,11 +260,11 @@ def _convolve_kernel(
         after = UNITS * HEAD + (block - UNITS) * BLOCK
         channel = tl.where(is_unit, block * HEAD, after) + inside
         is_channel = tl.where(is_unit, inside < HEAD, channel < channels)
-    token = begin + tl.arange(0, CHUNK)[:, None]
+    token = begin + tl.arange(0, COUNT)[:, None]
     live = (token < end) & is_channel[None, :]
     own_ptr = kernel_ptr + channel
     BEFORE: tl.constexpr = WIDTH - 1
-    total = tl.zeros((CHUNK, BLOCK), tl.float32)
+    total = tl.zeros((COUNT, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
         source = token - (BEFORE - i)
         x = _inputs(
@@ -270,7 +272,8 @@ def _convolve_kernel(
         )
         weight = tl.load(own_ptr + i * channels, mask=is_channel, other=0.0).to(tl.float32)
         total += x.to(tl.float32) * weight[None, :]
-    if begin == first:  # the first tokens' inputs are those before, too
+    if begin < first + BEFORE:  # the first tokens' inputs are those before, too
+        _, _, start, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
         for i in tl.static_range(BEFORE):
             row = token - (BEFORE - i)
             at = start + row - first

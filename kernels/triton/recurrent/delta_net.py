@@ -16,6 +16,8 @@ Definition: `toolkit.kernels.recurrent.delta_net`."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -28,8 +30,8 @@ from ..sizes import power_of_two
 from .convolution import convolve_prompts, remember, silu, taps_of
 from .step import RecurrentStep, drafts_of, snapshot_of, tokens_of
 
-FEW_PROGRAMS = 256  # of a step. They have more warps each.
 VALUES_EACH = 32  # columns of a state that a program passes from chunk to chunk
+_STAGE_BYTES = 60 << 10  # of `_scan_kernel`'s shared memory, with heads of 128
 _TILE = tl.constexpr(16)  # rows of a system that are solved one by one
 _EPS = tl.constexpr(EPS)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -73,28 +75,25 @@ class DeltaNet:
         if step.has_prompts:
             self._compute_prompts(y, step, out)
         pdl = supported(y.device)
-        is_wide = step.num_reqs * self._v_heads <= FEW_PROGRAMS
-        _delta_step_kernel[(step.num_reqs, self._v_heads)](
-            y,
-            y.stride(0),
-            out,
-            self._kernel,
-            *self._gates,
-            self._norm,
-            self._eps,
-            self._inputs,
-            self._states,
-            *step.requests,
+        places = {"ROWS": self._inputs.shape[1], "WIDTH": self._width, "PDL": pdl}
+        sizes = self._sizes | {"RATE": self._rate, "V_BLOCK": self._block} | places
+        given = (y, y.stride(0), out, self._kernel, *self._gates, self._norm, self._eps)
+        given += (self._inputs, self._states, *step.requests)
+        grid = step.num_reqs, self._v_heads
+        if step.most_verified == 1:
+            warps = 4 if self._block <= 128 else 8
+            _delta_step_kernel[grid](*given, **sizes, num_warps=warps, launch_pdl=pdl)
+            return out
+        most = 2 * step.most_verified - 1 + self._width - 1
+        _verify_kernel[grid](
+            *given,
             *step.drafts,
-            **self._sizes,
-            RATE=self._rate,
-            V_BLOCK=self._block,
+            **sizes,
             MOST=step.most_verified,
-            ROWS=self._inputs.shape[1],
-            WIDTH=self._width,
-            PDL=pdl,
+            COUNT=max(16, power_of_two(most)),
+            EXACT=y.dtype == torch.float32,
+            num_warps=8,
             launch_pdl=pdl,
-            num_warps=16 if is_wide or self._block > 128 else 8,
         )
         return out
 
@@ -138,7 +137,7 @@ class DeltaNet:
             V_BLOCK=block,
             MOST=step.most_verified,
             num_warps=4,
-            num_stages=1 if is_exact else 2,  # for the shared memory of small GPUs
+            num_stages=1 if is_exact else _scan_stages(y.device),
         )
         _gated_norm_kernel[(chunks, heads)](
             out,
@@ -152,12 +151,135 @@ class DeltaNet:
             V_SIZE=self._v_size,
             V_BLOCK=self._block,
             CHUNK=CHUNK,
-            num_warps=4,
+            num_warps=8,
         )
+
+
+@functools.cache
+def _scan_stages(device: torch.device) -> int:
+    """Return in how many stages `_scan_kernel` loads: the GPU's shared memory limits them.
+
+    One would read beyond its shared memory on Hopper, as Triton 3.6 compiles it."""
+    if device.type != "cuda":
+        return 1
+    size = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return 3 if size >= 3 * _STAGE_BYTES else 2 if size >= 2 * _STAGE_BYTES else 1
 
 
 @triton.jit
 def _delta_step_kernel(
+    y_ptr,
+    stride,
+    out_ptr,
+    kernel_ptr,
+    decay_ptr,
+    time_ptr,
+    norm_ptr,
+    eps,
+    input_ptr,
+    state_ptr,
+    start_ptr,
+    length_ptr,
+    read_ptr,
+    write_ptr,
+    keep_ptr,
+    kept_ptr,
+    K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    RATE: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute a head of values of a request with one token.
+
+    Programs that share keys read the inputs that they have in common. None is replaced meanwhile: a
+    new token's are kept in a row that no token before needs."""
+    wait(PDL)
+    release(PDL)
+    request, head = tl.program_id(0), tl.program_id(1)
+    first, count, position, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
+    if count != 1:
+        return
+    KEYS: tl.constexpr = K_HEADS * K_SIZE
+    V_HEADS: tl.constexpr = K_HEADS * GROUP
+    VALUES: tl.constexpr = V_HEADS * V_SIZE
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+    COLUMNS: tl.constexpr = CHANNELS + 2 * V_HEADS
+    MATRIX: tl.constexpr = K_SIZE * V_SIZE
+    SLOT: tl.constexpr = V_HEADS * MATRIX
+    key, value = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
+    is_value = value < V_SIZE
+    inside = head * MATRIX + key[:, None] * V_SIZE + value[None, :]
+    live = (key < K_SIZE)[:, None] & is_value[None, :]
+    state = tl.load(state_ptr + read * SLOT + inside, mask=live & (position > 0), other=0.0)
+    state = state.to(tl.float32)
+    write = tl.load(write_ptr + request).to(tl.int64)
+    keep, kept = snapshot_of(request, position, position + 1, keep_ptr, kept_ptr)
+
+    TAPS: tl.constexpr = triton.next_power_of_2(WIDTH)
+    tap = tl.arange(0, TAPS)[:, None]
+    q_channel = (head // GROUP * K_SIZE + key)[None, :]
+    v_channel = (2 * KEYS + head * V_SIZE + value)[None, :]
+    q_live, v_live = (key < K_SIZE)[None, :], is_value[None, :]
+    own_ptr = kernel_ptr + tap * CHANNELS
+    q_mask, v_mask = q_live & (tap < WIDTH), v_live & (tap < WIDTH)
+    q_weights = tl.load(own_ptr + q_channel, mask=q_mask, other=0.0).to(tl.float32)
+    k_weights = tl.load(own_ptr + KEYS + q_channel, mask=q_mask, other=0.0).to(tl.float32)
+    v_weights = tl.load(own_ptr + v_channel, mask=v_mask, other=0.0).to(tl.float32)
+    token = first.to(tl.int64)
+    row_ptr = y_ptr + token * stride
+    gate_ptr = row_ptr + CHANNELS + VALUES + head
+    b, a = tl.load(gate_ptr), tl.load(gate_ptr + V_HEADS)
+    q_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, q_channel, 0, q_live, position, first,
+                     position, read, ROWS, WIDTH, False)  # fmt: skip
+    k_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, KEYS + q_channel, 0, q_live, position,
+                     first, position, read, ROWS, WIDTH, False)  # fmt: skip
+    v_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, v_channel, 0, v_live, position, first,
+                     position, read, ROWS, WIDTH, False)  # fmt: skip
+    dtype = q_taps.dtype
+    q = silu(tl.sum(q_taps.to(tl.float32) * q_weights, 0)).to(dtype).to(tl.float32)
+    k = silu(tl.sum(k_taps.to(tl.float32) * k_weights, 0)).to(dtype).to(tl.float32)
+    v = silu(tl.sum(v_taps.to(tl.float32) * v_weights, 0)).to(dtype).to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + _EPS) * (K_SIZE**-0.5)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + _EPS)
+    decay = _decay(a.to(tl.float32), tl.load(decay_ptr + head), tl.load(time_ptr + head))
+    decay = tl.exp(decay)
+    beta = RATE * tl.sigmoid(b.to(tl.float32))
+    update = (v - decay * tl.sum(state * k[:, None], 0)) * beta
+    # The new state reads a query as the old one does, plus what the update adds.
+    out = decay * tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * update
+    state = decay * state + k[:, None] * update[None, :]
+    after = state.to(state_ptr.dtype.element_ty)
+    tl.store(state_ptr + write * SLOT + inside, after, mask=live)
+
+    out = out.to(dtype).to(tl.float32)
+    place = head * V_SIZE + value
+    z = tl.load(row_ptr + CHANNELS + place, mask=is_value, other=0.0).to(tl.float32)
+    unit = (out * tl.rsqrt(tl.sum(out * out, 0) / V_SIZE + eps)).to(dtype)
+    norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
+    out = norm * unit.to(tl.float32) * silu(z)
+    tl.store(out_ptr + token * VALUES + place, out.to(dtype), mask=is_value)
+    q_live &= head % GROUP == 0
+    moves = read != write
+    remember(q_taps, input_ptr, COLUMNS, q_channel, q_live, position, write, moves, ROWS, WIDTH)
+    remember(k_taps, input_ptr, COLUMNS, KEYS + q_channel, q_live, position, write, moves, ROWS,
+             WIDTH)  # fmt: skip
+    remember(v_taps, input_ptr, COLUMNS, v_channel, v_live, position, write, moves, ROWS, WIDTH)
+    if kept > 0:
+        tl.store(state_ptr + keep * SLOT + inside, after, mask=live)
+        remember(q_taps, input_ptr, COLUMNS, q_channel, q_live, position, keep, True, ROWS, WIDTH)
+        remember(k_taps, input_ptr, COLUMNS, KEYS + q_channel, q_live, position, keep, True, ROWS,
+                 WIDTH)  # fmt: skip
+        remember(v_taps, input_ptr, COLUMNS, v_channel, v_live, position, keep, True, ROWS, WIDTH)
+
+
+@triton.jit
+def _verify_kernel(
     y_ptr,
     stride,
     out_ptr,
@@ -183,112 +305,165 @@ def _delta_step_kernel(
     K_BLOCK: tl.constexpr,
     RATE: tl.constexpr,
     V_BLOCK: tl.constexpr,
-    MOST: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
+    MOST: tl.constexpr,
+    COUNT: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Compute a head of values of a request's tokens, if they are no prompt.
+    """Compute a head of values of a request that may have drafts, in this step or the one before.
 
-    Programs that share keys read the inputs that they have in common. None is replaced meanwhile: a
-    new token's are kept in a row that no token before needs."""
+    Its tokens and those drafts that were accepted are a chunk, as in a prompt, after the rows of
+    the inputs before: [COUNT] rows."""
     wait(PDL)
     release(PDL)
     request, head = tl.program_id(0), tl.program_id(1)
     first, count, start, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
     if (count < 1) | (count > MOST):
         return
-    begin, written = drafts_of(request, start, start + count, begin_ptr, written_ptr)
+    end = start + count
+    begin, written = drafts_of(request, start, end, begin_ptr, written_ptr)
     KEYS: tl.constexpr = K_HEADS * K_SIZE
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     VALUES: tl.constexpr = V_HEADS * V_SIZE
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     COLUMNS: tl.constexpr = CHANNELS + 2 * V_HEADS
     MATRIX: tl.constexpr = K_SIZE * V_SIZE
+    SLOT: tl.constexpr = V_HEADS * MATRIX
+    BEFORE: tl.constexpr = WIDTH - 1
     key, value = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
     is_key, is_value = key < K_SIZE, value < V_SIZE
     inside = head * MATRIX + key[:, None] * V_SIZE + value[None, :]
     live = is_key[:, None] & is_value[None, :]
-    SLOT: tl.constexpr = V_HEADS * MATRIX
     state = tl.load(state_ptr + read * SLOT + inside, mask=live & (begin > 0), other=0.0)
     state = state.to(tl.float32)
     write = tl.load(write_ptr + request).to(tl.int64)
     keep, kept = snapshot_of(request, begin, written, keep_ptr, kept_ptr)
 
-    TAPS: tl.constexpr = triton.next_power_of_2(WIDTH)
-    tap = tl.arange(0, TAPS)[:, None]
-    q_channel = (head // GROUP * K_SIZE + key)[None, :]
-    v_channel = (2 * KEYS + head * V_SIZE + value)[None, :]
-    q_live, v_live = is_key[None, :], is_value[None, :]
-    own_ptr = kernel_ptr + tap * CHANNELS
-    q_mask, v_mask = q_live & (tap < WIDTH), v_live & (tap < WIDTH)
-    q_weights = tl.load(own_ptr + q_channel, mask=q_mask, other=0.0).to(tl.float32)
-    k_weights = tl.load(own_ptr + KEYS + q_channel, mask=q_mask, other=0.0).to(tl.float32)
-    v_weights = tl.load(own_ptr + v_channel, mask=v_mask, other=0.0).to(tl.float32)
-    a_log, time = tl.load(decay_ptr + head), tl.load(time_ptr + head)
-    norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
-    is_leader = head % GROUP == 0
+    row = tl.arange(0, COUNT)
+    position = begin - BEFORE + row
+    is_token = (row >= BEFORE) & (position < end)
+    is_new = is_token & (position >= start)
+    q_channel = head // GROUP * K_SIZE + key
+    v_channel = 2 * KEYS + head * V_SIZE + value
+    q, q_input = _convolved(
+        y_ptr, stride, input_ptr, kernel_ptr, q_channel, is_key, position, is_token, first, start,
+        end, read, CHANNELS, COLUMNS, ROWS, WIDTH,
+    )  # fmt: skip
+    k, k_input = _convolved(
+        y_ptr, stride, input_ptr, kernel_ptr, KEYS + q_channel, is_key, position, is_token, first,
+        start, end, read, CHANNELS, COLUMNS, ROWS, WIDTH,
+    )  # fmt: skip
+    v, v_input = _convolved(
+        y_ptr, stride, input_ptr, kernel_ptr, v_channel, is_value, position, is_token, first, start,
+        end, read, CHANNELS, COLUMNS, ROWS, WIDTH,
+    )  # fmt: skip
+    dtype = q_input.dtype
+    q = (q * tl.rsqrt(tl.sum(q * q, 1) + _EPS)[:, None]).to(dtype)
+    k = (k * tl.rsqrt(tl.sum(k * k, 1) + _EPS)[:, None]).to(dtype)
+    token = (first + position - start).to(tl.int64)
+    gate_ptr = y_ptr + token * stride + CHANNELS + VALUES + head
+    old_ptr = input_ptr + (read * ROWS + position % ROWS) * COLUMNS + CHANNELS + head
+    is_old = is_token & (position < start)
+    b = tl.load(gate_ptr, mask=is_new, other=0.0) + tl.load(old_ptr, mask=is_old, other=0.0)
+    a = tl.load(gate_ptr + V_HEADS, mask=is_new, other=0.0)
+    a += tl.load(old_ptr + V_HEADS, mask=is_old, other=0.0)
+    decay = _decay(a.to(tl.float32), tl.load(decay_ptr + head), tl.load(time_ptr + head))
+    decay = tl.where(is_token, decay, 0.0)
+    beta = tl.where(is_token, RATE * tl.sigmoid(b.to(tl.float32)), 0.0)
 
-    for position in range(begin, start + count):
-        is_new = position >= start
-        row_ptr = y_ptr + (first + position - start).to(tl.int64) * stride
-        old_ptr = input_ptr + (read * ROWS + position % ROWS) * COLUMNS + CHANNELS + head
-        gate_ptr = row_ptr + CHANNELS + VALUES + head
-        b = tl.load(gate_ptr, mask=is_new, other=0.0)
-        a = tl.load(gate_ptr + V_HEADS, mask=is_new, other=0.0)
-        b += tl.load(old_ptr, mask=is_new == 0, other=0.0)
-        a += tl.load(old_ptr + V_HEADS, mask=is_new == 0, other=0.0)
-        q_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, q_channel, 0, q_live, position, first,
-                         start, read, ROWS, WIDTH, False)  # fmt: skip
-        k_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, KEYS + q_channel, 0, q_live, position,
-                         first, start, read, ROWS, WIDTH, False)  # fmt: skip
-        v_taps = taps_of(y_ptr, stride, input_ptr, COLUMNS, v_channel, 0, v_live, position, first,
-                         start, read, ROWS, WIDTH, False)  # fmt: skip
-        dtype = q_taps.dtype
-        q = silu(tl.sum(q_taps.to(tl.float32) * q_weights, 0)).to(dtype).to(tl.float32)
-        k = silu(tl.sum(k_taps.to(tl.float32) * k_weights, 0)).to(dtype).to(tl.float32)
-        v = silu(tl.sum(v_taps.to(tl.float32) * v_weights, 0)).to(dtype).to(tl.float32)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + _EPS) * (K_SIZE**-0.5)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + _EPS)
-        decay = tl.exp(_decay(a.to(tl.float32), a_log, time))
-        beta = RATE * tl.sigmoid(b.to(tl.float32))
-        update = (v - decay * tl.sum(state * k[:, None], 0)) * beta
-        # The new state reads a query as the old one does, plus what the update adds.
-        out = decay * tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * update
-        state = decay * state + k[:, None] * update[None, :]
-        if is_new:
-            out = out.to(dtype).to(tl.float32)
-            token = (first + position - start).to(tl.int64)
-            place = head * V_SIZE + value
-            z = tl.load(row_ptr + CHANNELS + place, mask=is_value, other=0.0).to(tl.float32)
-            unit = (out * tl.rsqrt(tl.sum(out * out, 0) / V_SIZE + eps)).to(dtype)
-            out = norm * unit.to(tl.float32) * silu(z)
-            tl.store(out_ptr + token * VALUES + place, out.to(dtype), mask=is_value)
-            is_last = (position + 1 == written) & (read != write)
-            is_late = position + WIDTH > written  # later steps need its inputs
-            q_late, v_late = q_live & is_leader & is_late, v_live & is_late
-            remember(q_taps, input_ptr, COLUMNS, q_channel, q_late, position, write, is_last, ROWS,
-                     WIDTH)  # fmt: skip
-            remember(k_taps, input_ptr, COLUMNS, KEYS + q_channel, q_late, position, write,
-                     is_last, ROWS, WIDTH)  # fmt: skip
-            remember(v_taps, input_ptr, COLUMNS, v_channel, v_late, position, write, is_last, ROWS,
-                     WIDTH)  # fmt: skip
-            if MOST > 1:
-                new_ptr = input_ptr + (write * ROWS + position % ROWS) * COLUMNS + CHANNELS + head
-                tl.store(new_ptr, b)
-                tl.store(new_ptr + V_HEADS, a)
-        if position + 1 == written:
-            after = state.to(state_ptr.dtype.element_ty)
-            tl.store(state_ptr + write * SLOT + inside, after, mask=live)
-        if position + 1 == kept:
-            after = state.to(state_ptr.dtype.element_ty)
-            tl.store(state_ptr + keep * SLOT + inside, after, mask=live)
-            remember(q_taps, input_ptr, COLUMNS, q_channel, q_live & is_leader, position, keep,
-                     True, ROWS, WIDTH)  # fmt: skip
-            remember(k_taps, input_ptr, COLUMNS, KEYS + q_channel, q_live & is_leader, position,
-                     keep, True, ROWS, WIDTH)  # fmt: skip
-            remember(v_taps, input_ptr, COLUMNS, v_channel, v_live, position, keep, True, ROWS,
-                     WIDTH)  # fmt: skip
+    total = tl.cumsum(decay, 0)
+    is_before = row[:, None] > row[None, :]
+    between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+    system = beta[:, None] * between * _dot(k, tl.trans(k), EXACT)
+    system = tl.where(is_before, system, 0.0)
+    inverse = -system
+    for i in range(BEFORE + 2, BEFORE + end - begin):
+        inverse = _next_row(system, inverse, i, COUNT)
+    is_same = row[:, None] == row[None, :]
+    inverse = (inverse + tl.where(is_same, 1.0, 0.0)) * beta[None, :]
+    reads = _dot(q, tl.trans(k), EXACT) * between * (K_SIZE**-0.5)
+    reads = tl.where(is_before | is_same, reads, 0.0)
+    since = tl.exp(total)[:, None]
+    rounded = state.to(dtype)
+    wanted = (v - _dot(k, rounded, EXACT) * since).to(dtype)
+    update = _dot(inverse.to(dtype), wanted, EXACT)
+    out = _dot(q, rounded, EXACT) * (since * (K_SIZE**-0.5))
+    out += _dot(reads.to(dtype), update.to(dtype), EXACT)
+    after = _state_after(state, k, update, total, position, written, EXACT)
+    after = after.to(state_ptr.dtype.element_ty)
+    tl.store(state_ptr + write * SLOT + inside, after, mask=live)
+    if kept > 0:
+        after = _state_after(state, k, update, total, position, kept, EXACT)
+        after = after.to(state_ptr.dtype.element_ty)
+        tl.store(state_ptr + keep * SLOT + inside, after, mask=live)
+
+    is_out = is_new[:, None] & is_value[None, :]
+    place = head * V_SIZE + value[None, :]
+    z_ptr = y_ptr + token[:, None] * stride + CHANNELS + place
+    z = tl.load(z_ptr, mask=is_out, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
+    out = out.to(dtype).to(tl.float32)
+    unit = (out * tl.rsqrt(tl.sum(out * out, 1) / V_SIZE + eps)[:, None]).to(dtype)
+    out = norm[None, :] * unit.to(tl.float32) * silu(z)
+    tl.store(out_ptr + token[:, None] * VALUES + place, out.to(dtype), mask=is_out)
+
+    is_late = (position >= 0) & (position >= written - BEFORE) & (position < end)
+    is_late &= (position >= start) | (read != write)
+    is_kept = (position >= 0) & (position >= kept - BEFORE) & (position < kept)
+    q_live, v_live = (is_key & (head % GROUP == 0))[None, :], is_value[None, :]
+    own = (write * ROWS + position % ROWS) * COLUMNS
+    kept_own = (keep * ROWS + position % ROWS) * COLUMNS
+    q_ptr = input_ptr + q_channel[None, :]
+    v_ptr = input_ptr + v_channel[None, :]
+    tl.store(q_ptr + own[:, None], q_input, mask=q_live & is_late[:, None])
+    tl.store(q_ptr + own[:, None] + KEYS, k_input, mask=q_live & is_late[:, None])
+    tl.store(v_ptr + own[:, None], v_input, mask=v_live & is_late[:, None])
+    own_ptr = input_ptr + own + CHANNELS + head
+    tl.store(own_ptr, b, mask=is_late & is_token)
+    tl.store(own_ptr + V_HEADS, a, mask=is_late & is_token)
+    if kept > 0:
+        tl.store(q_ptr + kept_own[:, None], q_input, mask=q_live & is_kept[:, None])
+        tl.store(q_ptr + kept_own[:, None] + KEYS, k_input, mask=q_live & is_kept[:, None])
+        tl.store(v_ptr + kept_own[:, None], v_input, mask=v_live & is_kept[:, None])
+
+
+@triton.jit
+def _convolved(
+    y_ptr, stride, input_ptr, kernel_ptr, channel, live, position, is_token, first, start, end,
+    read,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return silu of the convolutions of tokens, rounded, in fp32, and the inputs of positions."""
+    total = tl.zeros((position.shape[0], channel.shape[0]), tl.float32)
+    for i in tl.static_range(WIDTH):
+        at = position - (WIDTH - 1) + i
+        is_wanted = (at >= 0) & (at < end)
+        if i < WIDTH - 1:
+            is_wanted &= is_token
+        row = (first + at - start).to(tl.int64)
+        new_ptr = y_ptr + row[:, None] * stride + channel[None, :]
+        x = tl.load(new_ptr, mask=(is_wanted & (at >= start))[:, None] & live[None, :], other=0.0)
+        row = (read * ROWS + at % ROWS) * COLUMNS
+        old_ptr = input_ptr + row[:, None] + channel[None, :]
+        x += tl.load(old_ptr, mask=(is_wanted & (at < start))[:, None] & live[None, :], other=0.0)
+        weight = tl.load(kernel_ptr + i * CHANNELS + channel, mask=live, other=0.0)
+        total += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+    y = tl.where(is_token[:, None], silu(total), 0.0)
+    return y.to(x.dtype).to(tl.float32), x
+
+
+@triton.jit
+def _state_after(state, k, update, total, position, end, EXACT: tl.constexpr):
+    """Return the state after the tokens before position `end`."""
+    is_there = position < end
+    least = tl.min(tl.where(is_there, total, 0.0), 0)  # decays add up
+    left = update * tl.where(is_there, tl.exp(tl.minimum(least - total, 0.0)), 0.0)[:, None]
+    return state * tl.exp(least) + _dot(tl.trans(k), left.to(k.dtype), EXACT)
 
 
 @triton.jit
@@ -319,14 +494,9 @@ def _solve_kernel(
     tl.static_assert(CHUNK == 4 * _TILE)
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     chunk, head = tl.program_id(0), tl.program_id(1)
-    begin, end = tl.load(chunk_ptr + chunk * 3), tl.load(chunk_ptr + chunk * 3 + 1)
+    begin, end = tl.load(chunk_ptr + chunk * 4), tl.load(chunk_ptr + chunk * 4 + 1)
     if begin == end:
         return
-    column = (K_HEADS + head // GROUP) * K_SIZE
-    k0 = _rows(mixed_ptr, begin, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, _TILE)
-    k1 = _rows(mixed_ptr, begin + 16, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, _TILE)
-    k2 = _rows(mixed_ptr, begin + 32, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, _TILE)
-    k3 = _rows(mixed_ptr, begin + 48, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE, K_BLOCK, _TILE)
     gate_ptr = y_ptr + 2 * K_HEADS * K_SIZE + 2 * V_HEADS * V_SIZE + head
     a_log, time = tl.load(decay_ptr + head), tl.load(time_ptr + head)
     d0, b0 = _gates(gate_ptr, stride, a_log, time, begin, end, V_HEADS, RATE)
@@ -345,25 +515,40 @@ def _solve_kernel(
     tl.store(own_ptr + 48, t3)
 
     is_before = row[:, None] > row[None, :]
-    s0 = tl.where(is_before, _system(k0, k0, t0, t0, b0, EXACT), 0.0)
-    s1 = tl.where(is_before, _system(k1, k1, t1, t1, b1, EXACT), 0.0)
-    s2 = tl.where(is_before, _system(k2, k2, t2, t2, b2, EXACT), 0.0)
-    s3 = tl.where(is_before, _system(k3, k3, t3, t3, b3, EXACT), 0.0)
+    s0 = _system(0, 0, t0, t0, b0, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s1 = _system(1, 1, t1, t1, b1, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s2 = _system(2, 2, t2, t2, b2, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s3 = _system(3, 3, t3, t3, b3, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s0, s1 = tl.where(is_before, s0, 0.0), tl.where(is_before, s1, 0.0)
+    s2, s3 = tl.where(is_before, s2, 0.0), tl.where(is_before, s3, 0.0)
     x0, x1, x2, x3 = -s0, -s1, -s2, -s3
     for i in range(2, _TILE):
-        x0, x1 = _next_row(s0, x0, i), _next_row(s1, x1, i)
-        x2, x3 = _next_row(s2, x2, i), _next_row(s3, x3, i)
+        x0, x1 = _next_row(s0, x0, i, _TILE), _next_row(s1, x1, i, _TILE)
+        x2, x3 = _next_row(s2, x2, i, _TILE), _next_row(s3, x3, i, _TILE)
     one = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
     x0, x1, x2, x3 = x0 + one, x1 + one, x2 + one, x3 + one
-    s10, s21 = _system(k1, k0, t1, t0, b1, EXACT), _system(k2, k1, t2, t1, b2, EXACT)
-    s32, s20 = _system(k3, k2, t3, t2, b3, EXACT), _system(k2, k0, t2, t0, b2, EXACT)
-    s31, s30 = _system(k3, k1, t3, t1, b3, EXACT), _system(k3, k0, t3, t0, b3, EXACT)
-    x10 = -_dot(x1, _dot(s10, x0, True), True)
-    x21 = -_dot(x2, _dot(s21, x1, True), True)
-    x32 = -_dot(x3, _dot(s32, x2, True), True)
-    x20 = -_dot(x2, _dot(s20, x0, True) + _dot(s21, x10, True), True)
-    x31 = -_dot(x3, _dot(s31, x1, True) + _dot(s32, x21, True), True)
-    x30 = -_dot(x3, _dot(s30, x0, True) + _dot(s31, x10, True) + _dot(s32, x20, True), True)
+    s10 = _system(1, 0, t1, t0, b1, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s21 = _system(2, 1, t2, t1, b2, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s32 = _system(3, 2, t3, t2, b3, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s20 = _system(2, 0, t2, t0, b2, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s31 = _system(3, 1, t3, t1, b3, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    s30 = _system(3, 0, t3, t0, b3, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
+                  V_SIZE, K_BLOCK, EXACT)  # fmt: skip
+    x10 = -_full_dot(x1, _full_dot(s10, x0, EXACT), EXACT)
+    x21 = -_full_dot(x2, _full_dot(s21, x1, EXACT), EXACT)
+    x32 = -_full_dot(x3, _full_dot(s32, x2, EXACT), EXACT)
+    x20 = -_full_dot(x2, _full_dot(s20, x0, EXACT) + _full_dot(s21, x10, EXACT), EXACT)
+    x31 = -_full_dot(x3, _full_dot(s31, x1, EXACT) + _full_dot(s32, x21, EXACT), EXACT)
+    x30 = -_full_dot(x3, _full_dot(s30, x0, EXACT) + _full_dot(s31, x10, EXACT) + _full_dot(s32, x20, EXACT), EXACT)
 
     dtype = update_ptr.dtype.element_ty
     own_ptr = update_ptr + (chunk.to(tl.int64) * V_HEADS + head) * (CHUNK * CHUNK)
@@ -382,16 +567,30 @@ def _solve_kernel(
 
 
 @triton.jit
-def _system(k, other, total, other_total, beta, EXACT: tl.constexpr):
-    """Return how much of the updates of other tokens the updates of tokens take back."""
+def _system(
+    tile, other, total, other_total, beta, mixed_ptr, begin, end, head,
+    K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return how much of the updates of other tokens the updates of a tile's tokens take back."""
+    tl.debug_barrier()  # keys are loaded again: those of all tiles do not fit into registers
+    column = (K_HEADS + head // GROUP) * K_SIZE
+    k = _rows(mixed_ptr, begin + tile * _TILE, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE,
+              K_BLOCK, _TILE)  # fmt: skip
+    other_k = _rows(mixed_ptr, begin + other * _TILE, end, column, K_HEADS, GROUP, K_SIZE, V_SIZE,
+                    K_BLOCK, _TILE)  # fmt: skip
     between = tl.exp(tl.minimum(total[:, None] - other_total[None, :], 0.0))
-    return beta[:, None] * between * _dot(k, tl.trans(other), EXACT)
+    return beta[:, None] * between * _dot(k, tl.trans(other_k), EXACT)
 
 
 @triton.jit
-def _next_row(system, inverse, i):
+def _next_row(system, inverse, i, COUNT: tl.constexpr):
     """Solve row `i` of (1 + system)⁻¹ - 1, once those above it are solved."""
-    is_row = (tl.arange(0, _TILE) == i)[:, None]
+    is_row = (tl.arange(0, COUNT) == i)[:, None]
     line = -tl.sum(tl.where(is_row, system, 0.0), 0)
     line += tl.sum(line[:, None] * inverse, 0)
     return tl.where(is_row, line[None, :], inverse)
@@ -414,7 +613,7 @@ def _reads_kernel(
     """Write what each query of a chunk reads of each update, [CHUNK, CHUNK]."""
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     chunk, head = tl.program_id(0), tl.program_id(1)
-    begin, end = tl.load(chunk_ptr + chunk * 3), tl.load(chunk_ptr + chunk * 3 + 1)
+    begin, end = tl.load(chunk_ptr + chunk * 4), tl.load(chunk_ptr + chunk * 4 + 1)
     if begin == end:
         return
     column = head // GROUP * K_SIZE
@@ -535,7 +734,7 @@ def _gated_norm_kernel(
 ):
     """Normalize and gate a head of a chunk's outputs."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    begin, end = tl.load(chunk_ptr + chunk * 3), tl.load(chunk_ptr + chunk * 3 + 1)
+    begin, end = tl.load(chunk_ptr + chunk * 4), tl.load(chunk_ptr + chunk * 4 + 1)
     if begin == end:
         return
     token = (begin + tl.arange(0, CHUNK)).to(tl.int64)[:, None]
@@ -601,5 +800,11 @@ def _dot(a, b, EXACT: tl.constexpr):
     if _INTERPRETED:
         out = tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:
-        out = tl.dot(a, b, input_precision="tf32x3" if EXACT else "tf32")
+        out = tl.dot(a, b, input_precision="ieee" if EXACT else "tf32")
     return out
+
+
+@triton.jit
+def _full_dot(a, b, EXACT: tl.constexpr):
+    """Return a @ b, of fp32, as exact as in fp32; almost, if not `EXACT`."""
+    return tl.dot(a, b, input_precision="ieee" if EXACT else "tf32x3")

@@ -45,9 +45,9 @@ class RecurrentStep:
     def _cut(self) -> None:
         """Cut prompts into chunks.
 
-        chunks: [max_chunks, 3], first token, end and request; chunk_starts: [num_reqs + 1], first
-        chunk of each request; after: [num_reqs], tokens in the snapshot, 0: there is none. Chunks
-        that are too many are empty."""
+        chunks: [max_chunks, 4], first token, end, and the request with its first; chunk_starts:
+        [num_reqs + 1], first chunk of each request; after: [num_reqs], tokens in the snapshot, 0:
+        there is none. Chunks that are too many are empty."""
         starts, totals, _, _, keeps, kept = self.requests
         lengths = starts[1:] - starts[:-1]
         after = kept - totals + lengths
@@ -68,7 +68,7 @@ class RecurrentStep:
         end = torch.minimum(begin + CHUNK, most)
         is_there = number < counts[request]
         bounds = [torch.where(is_there, first + one, 0) for one in (begin, end)]
-        self.chunks = torch.stack((*bounds, request.int()), 1)
+        self.chunks = torch.stack((*bounds, request.int(), first), 1)
 
 
 @triton.jit
