@@ -25,8 +25,8 @@ TEXTS = (
     "e\u0301o हिन्दी ไทย",
 )
 PRE = (
-    *("gpt-2", "llama-bpe", "qwen2", "starcoder", "smollm", "falcon", "default", "tekken"),
-    *("gpt-4o", "seed-coder", "olmo", "command-r", "glm4", "hunyuan", "stablelm2"),
+    *("gpt-2", "llama-bpe", "qwen2", "qwen35", "starcoder", "smollm", "falcon", "default"),
+    *("tekken", "gpt-4o", "seed-coder", "olmo", "command-r", "glm4", "hunyuan", "stablelm2"),
 )
 SPECIAL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|end|>": 3, "<user>": 4}  # texts and their types
 SIZE = 700

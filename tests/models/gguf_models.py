@@ -18,7 +18,8 @@ _MODULES = {
     "attn_k": r"self_attn\.k_proj",
     "attn_v": r"self_attn\.v_proj",
     "attn_qkv": r"self_attn\.qkv_proj|attention\.query_key_value|attn\.c_attn"
-    r"|self_attention\.query_key_value",
+    r"|self_attention\.query_key_value|linear_attn\.in_proj_qkv",
+    "attn_gate": r"linear_attn\.in_proj_z",
     "attn_output": r"self_attn\.(?:o_proj|dense)|attention\.dense|attn\.c_proj"
     r"|self_attention\.dense|self_attn\.out_proj",
     "attn_norm": r"input_layernorm|ln_1|ln_mlp|operator_norm",
@@ -38,6 +39,13 @@ _MODULES = {
     "shortconv.conv": r"conv\.conv",
     "shortconv.in_proj": r"conv\.in_proj",
     "shortconv.out_proj": r"conv\.out_proj",
+    "ssm_in": r"linear_attn\.in_proj_qkvz",
+    "ssm_ba": r"linear_attn\.in_proj_ba",
+    "ssm_alpha": r"linear_attn\.in_proj_a",
+    "ssm_beta": r"linear_attn\.in_proj_b",
+    "ssm_conv1d": r"linear_attn\.conv1d",
+    "ssm_norm": r"linear_attn\.norm",
+    "ssm_out": r"linear_attn\.out_proj",
 }
 _TOP = {
     "token_embd": r"(?:model\.embed_tokens|transformer\.wte|gpt_neox\.embed_in"
@@ -48,10 +56,14 @@ _TOP = {
     "output": r"(?:lm_head|embed_out)",
     "token_embd_norm": r"model\.embedding_norm",
 }
-_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
+_DELTA_NETS = {"qwen3next", "qwen35", "qwen35moe"}
+_AFTER_ATTENTION = {
+    *("gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"),
+    *_DELTA_NETS,
+}
 """Architectures whose `post_attention_layernorm` keeps its name."""
 _PERMUTED = {"llama", "mistral3", "olmo", "granite", "smollm3", "arcee"}
-_OFFSET_NORMS = {"gemma", "gemma2", "gemma3", "nemotron"}
+_OFFSET_NORMS = {"gemma", "gemma2", "gemma3", "nemotron", *_DELTA_NETS}
 
 
 def tensors_of(model: Model, architecture: str) -> dict[str, torch.Tensor]:
@@ -79,9 +91,12 @@ def tensors_of(model: Model, architecture: str) -> dict[str, torch.Tensor]:
         if architecture in _PERMUTED and re.search(r"attn_[qk]\.", own):
             count = heads if "attn_q." in own else kv_heads
             tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
-        if architecture in _OFFSET_NORMS and own.endswith("norm.weight"):
+        if architecture in _OFFSET_NORMS and re.search(r"(?<!ssm_)norm\.weight", own):
             tensor = tensor + 1
-        found[own] = tensor
+        if "linear_attn." in name:
+            found |= of_delta_net(own, tensor, config, architecture)
+        else:
+            found[own] = tensor
     for index in range(config.num_hidden_layers):
         for part, count in (("q", heads), ("k", kv_heads)):
             each = [
@@ -96,6 +111,30 @@ def tensors_of(model: Model, architecture: str) -> dict[str, torch.Tensor]:
                 own = [found.pop(f"blk.{index}.attn_{x}.{part}") for x in "qkv"]
                 found[f"blk.{index}.attn_qkv.{part}"] = torch.cat(own)
     return found
+
+
+def of_delta_net(
+    own: str, tensor: torch.Tensor, config: Any, architecture: str
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that llama.cpp's converter makes of one of a delta net."""
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    keys, values = groups * config.linear_key_head_dim, heads * config.linear_value_head_dim
+    if own.endswith("ssm_a"):
+        tensor = -tensor.exp()
+    if own.endswith("ssm_conv1d.weight"):
+        tensor = tensor.squeeze(1)
+    if own.endswith("ssm_in.weight"):
+        sizes = [part // groups for part in (keys, keys, values, values)]
+        *qkv, z = (part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(sizes, 1))
+        prefix = own.removesuffix("ssm_in.weight")
+        return {f"{prefix}attn_qkv.weight": torch.cat(qkv), f"{prefix}attn_gate.weight": z}
+    if architecture == "qwen3next" or own.endswith("ssm_norm.weight"):
+        return {own: tensor}
+    first = 2 * keys if own.endswith(("attn_qkv.weight", "ssm_conv1d.weight")) else 0
+    dim = 1 if own.endswith("ssm_out.weight") else 0
+    before, own_heads = tensor.split([first, tensor.shape[dim] - first], dim)
+    own_heads = own_heads.unflatten(dim, (groups, heads // groups, -1)).transpose(dim, dim + 1)
+    return {own: torch.cat((before, own_heads.flatten(dim, dim + 2)), dim)}
 
 
 def weights_of(model: Model) -> dict[str, torch.Tensor]:
@@ -117,6 +156,8 @@ def rename(name: str, architecture: str) -> str:
     index, module, part = layer.groups()
     if part == "e_score_correction_bias":
         return f"blk.{index}.exp_probs_b.bias"
+    if part in ("A_log", "dt_bias"):
+        return f"blk.{index}.{'ssm_a' if part == 'A_log' else 'ssm_dt.bias'}"
     if part == "sinks":
         return f"blk.{index}.attn_sinks.weight"
     if module == "post_attention_layernorm" and architecture in _AFTER_ATTENTION:
@@ -192,6 +233,12 @@ def metadata_of(model: Model, architecture: str) -> dict[str, object]:
             "feed_forward_length": len(inner),
             "shortconv.l_cache": config.conv_L_cache,
         }
+    if architecture in _DELTA_NETS:
+        own |= delta_net_metadata(config)
+    if architecture == "qwen35moe":
+        own["feed_forward_length"] = None
+    if architecture in ("qwen35", "qwen35moe"):
+        own["rope.dimension_sections"] = [11, 11, 10, 0]
     if architecture in ("gptneox", "stablelm"):
         own["use_parallel_residual"] = config.use_parallel_residual
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -247,6 +294,18 @@ def expert_metadata(config: Any, architecture: str) -> dict[str, object]:
     return own
 
 
+def delta_net_metadata(config: Any) -> dict[str, object]:
+    return {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "attention.recurrent_layers": [one == "linear_attention" for one in config.layer_types],
+        "full_attention_interval": 4,
+    }
+
+
 def num_kv_heads(config: Any) -> int:
     if getattr(config, "multi_query", False) and not getattr(
         config, "new_decoder_architecture", False
@@ -296,5 +355,5 @@ def write_model(
 
 
 def is_quantizable(name: str, tensor: torch.Tensor) -> bool:
-    is_kept = "ffn_gate_inp" in name or "shortconv.conv" in name
+    is_kept = any(part in name for part in ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d"))
     return tensor.dim() >= 2 and tensor.shape[-1] % 32 == 0 and not is_kept

@@ -90,6 +90,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {"sliding_window_pattern": 4}),
     "arcee": ("arcee", {}),
     "lfm2": ("lfm2", {}),
+    "qwen3-next": ("qwen3next", {"mlp_only_layers": []}),
+    "qwen3.5": ("qwen35", {}),
+    "qwen3.5-moe": ("qwen35moe", {"linear_num_value_heads": 4}),
 }
 """Rows of ARCHITECTURES: llama.cpp's name, and changes to what it can express."""
 

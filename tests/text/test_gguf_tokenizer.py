@@ -15,7 +15,7 @@ from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 
 FOLDER = Path(__file__).parent / "gguf_files"
 WRITTEN = json.loads((FOLDER / "tokens.json").read_text())
-KEEPS_MARKS = ("qwen2", "tekken", "gpt-4o")
+KEEPS_MARKS = ("qwen2", "qwen35", "tekken", "gpt-4o")
 """Ways to split text in which the original tokenizers, unlike llama.cpp, compose a letter and its
 accent (NFC), or keep them in one word."""
 FILES = {"no prefix": "sentencepiece.gguf", "prefix": "sentencepiece.gguf"}

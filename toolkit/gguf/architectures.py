@@ -74,10 +74,33 @@ _EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
 _SHARED_EXPERTS = {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
+_SHARED_EXPERT = {
+    name: module.replace("experts", "expert") for name, module in _SHARED_EXPERTS.items()
+}
+_SHARED_EXPERT_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_SHARED_EXPERT_GATE = {"ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight"}
 _EXPERT_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERT_SIZE = {"expert_feed_forward_length": "moe_intermediate_size"}
 _RENORMALIZES = {"expert_weights_norm": "norm_topk_prob"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
+_DELTA_NET_FIELDS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_out": "linear_attn.out_proj",
+}
+_PLAIN_RATES = {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"}
+_DELTA_NET_VECTORS = {
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+_DELTA_NET_CONVOLUTIONS = {"ssm_conv1d.weight": "linear_attn.conv1d.weight"}
+_DELTA_NET_DECAYS = {"ssm_a": "linear_attn.A_log"}
 
 
 def _without(fields: Mapping[str, str], *keys: str) -> dict[str, str]:
@@ -105,6 +128,10 @@ class Architecture:
     convolutions: Mapping[str, str] = field(default_factory=dict)
     """Convolutions of each channel [channels, width], by complete names. The others' have
     [channels, 1, width]."""
+    decays: Mapping[str, str] = field(default_factory=dict)
+    """Vectors of a layer that are stored as -exp of what the others have, by complete names."""
+    has_value_heads_in_turn: bool = False
+    """Delta nets have the first value head of each key head, then the second ones."""
     has_pairs: bool = False
     """Rows of queries and keys are ordered to rotate adjacent pairs, not halves of a head."""
     norm_offset: float = 0.0  # added to the weights of norms
@@ -114,6 +141,10 @@ class Architecture:
     @property
     def has_experts(self) -> bool:
         return "expert_count" in self.fields
+
+    @property
+    def has_delta_nets(self) -> bool:
+        return "ssm.state_size" in self.fields
 
 
 _ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
@@ -158,18 +189,11 @@ ARCHITECTURES = {
     "qwen2moe": Architecture(
         model_type="qwen2_moe",
         name="Qwen2MoeForCausalLM",
-        fields=_FIELDS
-        | _RMS
-        | _EXPERT_COUNTS
-        | _EXPERT_SIZE
-        | _RENORMALIZES
-        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        fields=_FIELDS | _RMS | _EXPERT_COUNTS | _EXPERT_SIZE | _RENORMALIZES | _SHARED_EXPERT_SIZE,
         constants={"norm_topk_prob": False},
         biases={"qkv_bias": "attn_q.bias"},
-        layer=_LLAMA
-        | _EXPERTS
-        | {name: module.replace("experts", "expert") for name, module in _SHARED_EXPERTS.items()},
-        rows={"ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight"},
+        layer=_LLAMA | _EXPERTS | _SHARED_EXPERT,
+        rows=_SHARED_EXPERT_GATE,
     ),
     "qwen3moe": Architecture(
         model_type="qwen3_moe",
@@ -178,6 +202,69 @@ ARCHITECTURES = {
         constants={"norm_topk_prob": True},
         biases=_ATTENTION_BIAS,
         layer=_LLAMA | _HEAD_NORMS | _EXPERTS,
+    ),
+    "qwen3next": Architecture(
+        model_type="qwen3_next",
+        name="Qwen3NextForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _EXPERT_COUNTS
+        | _EXPERT_SIZE
+        | _SHARED_EXPERT_SIZE
+        | _RENORMALIZES
+        | _DELTA_NET_FIELDS,
+        layer=_ATTENTION
+        | _NORM_AFTER_ATTENTION
+        | _HEAD_NORMS
+        | _EXPERTS
+        | _SHARED_EXPERT
+        | _DELTA_NET
+        | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+        vectors=_DELTA_NET_VECTORS,
+        rows=_SHARED_EXPERT_GATE,
+        convolutions=_DELTA_NET_CONVOLUTIONS,
+        decays=_DELTA_NET_DECAYS,
+        norm_offset=1.0,
+    ),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text",
+        name="Qwen3_5ForCausalLM",
+        fields=_FIELDS | _RMS | _DELTA_NET_FIELDS,
+        layer=_ATTENTION
+        | _NORM_AFTER_ATTENTION
+        | _HEAD_NORMS
+        | _GATED_MLP
+        | _DELTA_NET
+        | _PLAIN_RATES,
+        vectors=_DELTA_NET_VECTORS,
+        convolutions=_DELTA_NET_CONVOLUTIONS,
+        decays=_DELTA_NET_DECAYS,
+        has_value_heads_in_turn=True,
+        norm_offset=1.0,
+    ),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        name="Qwen3_5MoeForCausalLM",
+        fields=_FIELDS
+        | _RMS
+        | _EXPERT_COUNTS
+        | _EXPERT_SIZE
+        | _SHARED_EXPERT_SIZE
+        | _DELTA_NET_FIELDS,
+        constants={"are_stacked": False},
+        layer=_ATTENTION
+        | _NORM_AFTER_ATTENTION
+        | _HEAD_NORMS
+        | _EXPERTS
+        | _SHARED_EXPERT
+        | _DELTA_NET
+        | _PLAIN_RATES,
+        vectors=_DELTA_NET_VECTORS,
+        rows=_SHARED_EXPERT_GATE,
+        convolutions=_DELTA_NET_CONVOLUTIONS,
+        decays=_DELTA_NET_DECAYS,
+        has_value_heads_in_turn=True,
+        norm_offset=1.0,
     ),
     "gemma": Architecture(
         model_type="gemma",

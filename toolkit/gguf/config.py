@@ -19,7 +19,8 @@ _TOP = re.compile(r"(.+)\.(weight|bias)")
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _READ_ELSEWHERE = re.compile(
     r"""
-    vocab_size | rope\.dimension_count | rope\.scaling\.\w+ | tensor_data_layout | pooling_type
+    vocab_size | rope\.dimension_(count|sections) | rope\.scaling\.\w+ | tensor_data_layout
+    | pooling_type | ssm\.inner_size | full_attention_interval | attention\.recurrent_layers
     | attention\.(causal|(key|value)_length|head_count_kv|layer_norm_epsilon|sliding_window\w*)
     | attention\.temperature_(scale|length) | nextn_predict_layers
     | expert_(gating_func|shared_feed_forward_length)
@@ -30,9 +31,38 @@ _READ_ELSEWHERE = re.compile(
 _REQUIRED = (
     *("block_count", "embedding_length", "attention.head_count", "context_length"),
     *("expert_count", "expert_used_count", "expert_feed_forward_length"),
+    *("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank"),
 )
+_OF_VALUE_HEADS = (
+    *("attn_qkv.weight", "attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight"),
+    *("ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "ssm_out.weight"),
+)
+"""Tensors with rows or columns of the value heads of a delta net."""
 _DTYPES = {"F32": "float32", "F16": "float16"}
 _MAX_FACTORS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsInTurn:
+    """Order of a tensor that has the first head of each group, then the second ones, and so on.
+
+    The original has the heads of a group one after the other."""
+
+    first: int  # rows or columns before those of the heads
+    groups: int
+    heads: int  # of a group
+    size: int  # rows or columns of a head
+    dim: int  # 0: rows, 1: columns
+
+    @property
+    def order(self) -> list[int]:
+        """The file's row or column for each of the original tensor."""
+        begins = [
+            self.first + (head * self.groups + group) * self.size
+            for group in range(self.groups)
+            for head in range(self.heads)
+        ]
+        return [*range(self.first), *(begin + i for begin in begins for i in range(self.size))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +77,8 @@ class NamedTensor:
     pairs: int = 0
     """Head size, if the rows of each head are ordered to rotate adjacent pairs, else 0."""
     offset: float = 0.0  # what the converter added
+    heads: HeadsInTurn | None = None
+    is_decay: bool = False  # the file has -exp of the tensor
 
     @property
     def kind(self) -> TensorType:
@@ -275,14 +307,15 @@ def _named(model: GGUF, tensor: GGUFTensor, drafting: range) -> Iterator[NamedTe
 def _named_in_layer(
     model: GGUF, kind: Architecture, whole: NamedTensor, match: re.Match[str]
 ) -> Iterator[NamedTensor]:
-    index, own, part = match.groups()
-    prefix, modules, tensor = (
-        kind.layer_name.format(index),
-        _layer_names(model, kind),
-        f"{own}.{part}",
-    )
+    index, tensor = match.groups()
+    own, _, part = tensor.rpartition(".")
+    prefix, modules = kind.layer_name.format(index), _layer_names(model, kind)
+    if kind.has_value_heads_in_turn:
+        whole = replace(whole, heads=_value_heads(whole, tensor, Values(model)))
     if tensor in kind.vectors:
         yield replace(whole, name=prefix + kind.vectors[tensor])
+    elif tensor in kind.decays:
+        yield replace(whole, name=prefix + kind.decays[tensor], is_decay=True)
     elif tensor in kind.rows:
         shape = (1, *whole.shape) if len(whole.shape) == 1 else whole.shape
         yield replace(whole, name=prefix + kind.rows[tensor], shape=shape)
@@ -293,6 +326,26 @@ def _named_in_layer(
         yield from _parts(model, kind, whole, own, prefix + modules[own], part)
     else:
         yield whole
+
+
+def _value_heads(whole: NamedTensor, tensor: str, values: Values) -> HeadsInTurn | None:
+    """Return the order of a tensor's value heads; None if it has none, or the original order."""
+    if tensor not in _OF_VALUE_HEADS:
+        return None
+    groups, total = values.size("ssm.group_count"), values.size("ssm.time_step_rank")
+    first = 0
+    if tensor in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        first = 2 * groups * values.size("ssm.state_size")
+    dim = 1 if tensor == "ssm_out.weight" else 0
+    rows = whole.shape[dim] - first if dim < len(whole.shape) else 0
+    if total % groups or rows <= 0 or rows % total:
+        raise values.error(
+            f"{total} value heads of {groups} groups, and {whole.name} of the shape "
+            f"{list(whole.shape)}"
+        )
+    if total == groups:
+        return None
+    return HeadsInTurn(first, groups, total // groups, rows // total, dim)
 
 
 def _layer_names(model: GGUF, kind: Architecture) -> dict[str, str]:
@@ -440,8 +493,27 @@ def _finish_lfm2(config: dict[str, Any], names: dict[str, GGUFTensor], values: V
     ]
 
 
+def _finish_delta_nets(
+    config: dict[str, Any], names: dict[str, GGUFTensor], values: Values
+) -> None:
+    config["layer_types"] = [
+        "linear_attention" if f"blk.{index}.ssm_a" in names else "full_attention"
+        for index in range(config["num_hidden_layers"])
+    ]
+    heads = values.size("ssm.time_step_rank")
+    config["linear_value_head_dim"] = values.size("ssm.inner_size") // heads
+
+
+def _finish_qwen3next(config: dict[str, Any], names: dict[str, GGUFTensor], values: Values) -> None:
+    _finish_delta_nets(config, names, values)
+    config["has_split_inputs"] = any(name.endswith(".attn_gate.weight") for name in names)
+
+
 _FINISH: dict[str, Callable[[dict[str, Any], dict[str, GGUFTensor], Values], None]] = {
     "lfm2": _finish_lfm2,
+    "qwen3next": _finish_qwen3next,
+    "qwen35": _finish_delta_nets,
+    "qwen35moe": _finish_delta_nets,
     "llama": _finish_llama,
     "gemma2": _finish_gemma2,
     "gemma3": _finish_gemma3,

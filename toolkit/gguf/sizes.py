@@ -8,7 +8,7 @@ from toolkit.gguf.architectures import Architecture
 from toolkit.gguf.file import GGUFTensor
 from toolkit.gguf.values import Values
 
-LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d+)\.(.+\.(?:weight|bias)|ssm_a)")
 """Name of a tensor of a layer."""
 MAX_EXPERTS = 4096
 _SIZE, _SHARED_SIZE = "expert_feed_forward_length", "expert_shared_feed_forward_length"
@@ -38,6 +38,8 @@ def check_sizes(kind: Architecture, names: dict[str, GGUFTensor], values: Values
     layers = {int(match[1]) for name in names if (match := LAYER.fullmatch(name))}
     if count > len(names) or layers - set(drafting) != set(range(count - len(drafting))):
         raise values.error(f"block_count {count}, and tensors of {len(layers)} layers")
+    if kind.has_delta_nets:
+        expected |= _hybrid_shapes(names, values, (q, kv), range(count - len(drafting)))
     if kind.has_experts:
         expected |= _expert_shapes(kind, names, values, range(count - len(drafting)))
     for name, shape in expected.items():
@@ -48,6 +50,38 @@ def check_sizes(kind: Architecture, names: dict[str, GGUFTensor], values: Values
             )
 
 
+def _hybrid_shapes(
+    names: dict[str, GGUFTensor], values: Values, rows: tuple[int, int], layers: range
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all layers' delta nets and gated attention.
+
+    rows: of queries, and of keys. Raises CheckpointError if the numbers of heads cannot be."""
+    q, kv = rows
+    hidden, width = values.size("embedding_length"), values.size("ssm.conv_kernel")
+    groups, heads = values.size("ssm.group_count"), values.size("ssm.time_step_rank")
+    keys, inner = groups * values.size("ssm.state_size"), values.size("ssm.inner_size")
+    if heads % groups or inner % heads:
+        raise values.error(f"{heads} value heads of {groups} groups, with {inner} entries")
+    net = {
+        "attn_qkv.weight": (2 * keys + inner, hidden),
+        "attn_gate.weight": (inner, hidden),
+        "ssm_in.weight": (2 * keys + 2 * inner, hidden),
+        "ssm_conv1d.weight": (2 * keys + inner, width),
+        "ssm_a": (heads,),
+        "ssm_out.weight": (hidden, inner),
+    }
+    attention = {
+        "attn_q.weight": (2 * q, hidden),
+        "attn_k.weight": (kv, hidden),
+        "attn_output.weight": (hidden, q),
+    }
+    return {
+        f"blk.{layer}.{own}": shape
+        for layer in layers
+        for own, shape in (net if f"blk.{layer}.ssm_a" in names else attention).items()
+    }
+
+
 def _expert_shapes(
     kind: Architecture, names: dict[str, GGUFTensor], values: Values, layers: range
 ) -> dict[str, tuple[int, ...]]:
@@ -55,7 +89,8 @@ def _expert_shapes(
 
     Raises CheckpointError if the numbers of experts cannot be, or if a tensor is missing."""
     experts = _shapes_of_experts(kind, values)
-    hidden, inner = values.size("embedding_length"), values.size("feed_forward_length")
+    hidden = values.size("embedding_length")
+    inner = values.size("feed_forward_length", 4 * hidden)
     first = values.number("leading_dense_block_count")
     step = values.size("interleave_moe_layer_step", 1)
     found: dict[str, tuple[int, ...]] = {}

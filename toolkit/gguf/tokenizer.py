@@ -21,11 +21,11 @@ _GPT2 = rf"{_ENDINGS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _words(digits: str) -> str:
+def _words(digits: str, letters: str = r"\p{L}") -> str:
     """Return GPT-4's expression: words with one character before them, runs of `digits`, others."""
     return (
-        rf"{_ANY_CASE_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+        rf"{_ANY_CASE_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}"
+        rf"| ?[^\s{letters}\p{{N}}]+[\r\n]*|{_SPACES}"
     )
 
 
@@ -46,6 +46,7 @@ _SPLITS = {
     "gpt-2": (_GPT2,),
     "llama-bpe": (_words(r"\p{N}{1,3}"),),
     "qwen2": (_words(r"\p{N}"),),
+    "qwen35": (_words(r"\p{N}", r"\p{L}\p{M}"),),
     "starcoder": (r"\p{N}", _GPT2),
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
@@ -70,7 +71,7 @@ _SAME_SPLITS = {
 _MERGES_LAST = {"llama-bpe", "tekken"}
 """A word that is in the vocabulary is one token, even if merges lead elsewhere."""
 _ADDS_BOS = ["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"]
-_NFC = ("qwen2",)
+_NFC = ("qwen2", "qwen35")
 _END_TEXTS = (
     "<|eot_id|>",
     "<|im_end|>",

@@ -71,6 +71,19 @@ class Groups:
             self, values=self.values[:, values], scales=self.scales[:, groups], offsets=offsets
         )
 
+    def reordered(self, columns: list[int]) -> Groups:
+        """Return columns in this order. Raises ValueError if a group's columns are not together."""
+        size = self.size
+        begins = columns[::size]
+        together = [begin + i for begin in begins for i in range(size)]
+        if columns != together or any(begin % size for begin in begins):
+            raise ValueError(f"the order of its columns cuts groups of {size}")
+        groups = torch.tensor(begins, device=self.values.device) // size
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        by_group = self.values.view(len(self.values), self.scales.shape[1], -1)
+        values = by_group[:, groups].flatten(1)
+        return replace(self, values=values, scales=self.scales[:, groups], offsets=offsets)
+
     def select(self, rows: slice | torch.Tensor) -> Groups:
         """Return some rows."""
         offsets = None if self.offsets is None else self.offsets[rows]

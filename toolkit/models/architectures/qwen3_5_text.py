@@ -2,11 +2,16 @@
 
 from typing import Any
 
-from toolkit.models.architectures.qwen3_next import HybridConfig, delta_net, hybrid_decoder
+from toolkit.models.architectures.qwen3_next import (
+    HybridConfig,
+    delta_net,
+    hybrid_decoder,
+    split_inputs,
+)
 from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Decoder, DeltaNet
 from toolkit.models.parts import gated_mlp
-from toolkit.weights.source import Source, consecutive
+from toolkit.weights.source import Source
 
 ARCHITECTURES = ("Qwen3_5ForCausalLM",)
 
@@ -25,10 +30,6 @@ def describe(config: Config) -> Decoder:
 
 
 def plain_net(config: Any, name: str) -> DeltaNet:
-    """Describe a delta net whose queries, keys and values are one tensor."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    orders = zip("qkv", consecutive(keys, keys, values), strict=True)
-    sources = {part: Source(f"{name}.in_proj_qkv", order) for part, order in orders}
-    sources |= {part: Source(f"{name}.in_proj_{part}") for part in "zba"}
-    return delta_net(config, name, **sources)
+    """Describe a delta net whose rates and gates are tensors of their own."""
+    rates = {part: Source(f"{name}.in_proj_{part}") for part in "ba"}
+    return delta_net(config, name, **split_inputs(config, name), **rates)

@@ -15,7 +15,7 @@ from toolkit.models.parts import (
     pre_norm,
     rms_norm,
 )
-from toolkit.weights.source import Source, grouped
+from toolkit.weights.source import Source, consecutive, grouped
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -83,6 +83,8 @@ class Config(HybridConfig, kw_only=True):
     decoder_sparse_step: Size = 1
     """Every so manyth layer has experts, the others an MLP. So do those of `mlp_only_layers`."""
     mlp_only_layers: list[int] | None = None
+    has_split_inputs: bool = False
+    """Inputs of delta nets are two tensors, q | k | v and z, by part (GGUF). Not in the file."""
     are_stacked: bool = False
     """All experts of a layer are one tensor, as Transformers has them. Not in the file."""
 
@@ -105,12 +107,13 @@ def describe(config: Config) -> Decoder:
     def net(name: str) -> DeltaNet:
         heads, group = config.linear_num_key_heads, _group(config)
         key, values = config.linear_key_head_dim, group * config.linear_value_head_dim
-        q, k, v, z = grouped(heads, key, key, values, values)
-        b, a = grouped(heads, group, group)
-        qkvz, ba = f"{name}.in_proj_qkvz", f"{name}.in_proj_ba"
-        orders = {"q": q, "k": k, "v": v, "z": z}
-        sources = {part: Source(qkvz, order) for part, order in orders.items()}
-        return delta_net(config, name, **sources, b=Source(ba, b), a=Source(ba, a))
+        if config.has_split_inputs:
+            sources = split_inputs(config, name)
+        else:
+            orders = zip("qkvz", grouped(heads, key, key, values, values), strict=True)
+            sources = {part: Source(f"{name}.in_proj_qkvz", order) for part, order in orders}
+        b, a = (Source(f"{name}.in_proj_ba", order) for order in grouped(heads, group, group))
+        return delta_net(config, name, **sources, b=b, a=a)
 
     return hybrid_decoder(config, net, mlp)
 
@@ -145,6 +148,15 @@ def gated_attention(config: Any, name: str) -> Attention:
         bias=bias,
         out_bias=bias,
     )
+
+
+def split_inputs(config: Any, name: str) -> dict[str, Source]:
+    """Return the sources of a delta net whose queries, keys and values are one tensor."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    orders = zip("qkv", consecutive(keys, keys, values), strict=True)
+    sources = {part: Source(f"{name}.in_proj_qkv", order) for part, order in orders}
+    return sources | {"z": Source(f"{name}.in_proj_z")}
 
 
 def delta_net(config: Any, name: str, **options: Any) -> DeltaNet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from toolkit.gguf.config import HeadsInTurn
 from toolkit.gguf.file import TYPES
 from toolkit.weights.formats import Header, Packing, Packings, Part
 from toolkit.weights.formats.packing import Parts, groups_of
@@ -40,10 +41,16 @@ LAYOUTS = {
 @dataclass(frozen=True, slots=True)
 class GGUFPacking(Packing):
     type: str  # a key of LAYOUTS
+    heads: HeadsInTurn | None = None
 
     @property
     def main(self) -> str:
         return "weight"
+
+    @property
+    def _order(self) -> list[int]:
+        """The file's column for each of the weight. Empty: the same."""
+        return self.heads.order if self.heads is not None and self.heads.dim == 1 else []
 
     @property
     def layout(self) -> Layout:
@@ -51,12 +58,17 @@ class GGUFPacking(Packing):
 
     def parts(self, rows: Shard, columns: Shard) -> dict[str, Part]:
         groups_of(columns, self.layout.group)  # raises if one is cut
-        return {"weight": Part("uint8", (rows, columns))}
+        stored = type(columns)(columns.total, 0, columns.total) if self._order else columns
+        return {"weight": Part("uint8", (rows, stored))}
 
     def decode(self, parts: Parts, rows: Shard, columns: Shard) -> Decoded:
         from toolkit.weights.gguf.decode import decode
         from toolkit.weights.groups import Groups
 
+        if order := self._order:
+            decoded = decode(self.type, parts["weight"], columns.total)
+            assert isinstance(decoded, Groups), "types in LAYOUTS are quantized"
+            return decoded.reordered(order[columns.begin : columns.begin + columns.count])
         # Blocks that the part cuts were read.
         block = next(kind.block for kind in TYPES.values() if kind.name == self.type)
         begin = columns.begin // block * block
@@ -73,6 +85,8 @@ def packings(header: Header) -> Packings | None:
 
     def find(name: str) -> Packing | None:
         tensor = header.get(f"{name}.weight")
-        return GGUFPacking(tensor.kind) if tensor and tensor.kind in LAYOUTS else None
+        if tensor is None or tensor.kind not in LAYOUTS:
+            return None
+        return GGUFPacking(tensor.kind, getattr(tensor, "heads", None))  # None in an inventory
 
     return Packings("GGUF", find, header)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from toolkit.distributed import Shard
+from toolkit.distributed import Shard, full_shard
 from toolkit.errors import CheckpointError
-from toolkit.gguf.config import NamedTensor, named_tensors
+from toolkit.gguf.config import HeadsInTurn, NamedTensor, named_tensors
 from toolkit.gguf.file import TYPES, read_gguf
 from toolkit.weights.gguf.decode import dequantize
 from toolkit.weights.loading.collected import CollectedSlot
@@ -30,6 +30,10 @@ class GGUFStored(StoredTensor):
     pairs: int = 0
     """Head size, if the rows of each head are ordered to rotate adjacent pairs, else 0."""
     added: float = 0.0  # what the converter added to the tensor
+    heads: HeadsInTurn | None = None
+    is_decay: bool = False  # the file has -exp of the tensor
+    chosen: tuple[int, ...] | None = None
+    """The part's rows or columns among those that are read, if its heads are in turn."""
     skipped: int = 0
     """Columns of the first block that are read, since blocks are not cut, and not in the part."""
     num_decoded: int = 0  # columns of the blocks that are read; 0: those of the shape
@@ -59,6 +63,12 @@ class GGUFStored(StoredTensor):
 
     def part(self, region: Sequence[Shard]) -> StoredTensor:
         """Return a region: any rows, and any columns. Blocks are read whole: see `skipped`."""
+        if self.heads is not None and self.chosen is None and region:
+            dim, shard = self.heads.dim, region[self.heads.dim]
+            chosen = self.heads.order[shard.begin : shard.begin + shard.count]
+            if chosen != list(range(shard.begin, shard.begin + shard.count)):
+                region = (*region[:dim], full_shard(shard.total), *region[dim + 1 :])
+                return replace(self, chosen=tuple(chosen)).part(region)
         if not self.is_quantized or len(region) < 2 or region[1].is_full:
             return StoredTensor.part(self, region)
         block, (rows, columns) = _BLOCKS[self.kind].block, region
@@ -121,6 +131,47 @@ class PairedRowsSlot(Slot):
         self.inner.fill(heads[:, order].flatten(0, 1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenSlot(Slot):
+    """Destination of some rows (dim 0) or columns (dim 1) of what is read, in this order."""
+
+    inner: Slot
+    chosen: tuple[int, ...]
+    dim: int
+
+    @property
+    def needs_all_rows(self) -> bool:
+        return True
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return self.inner.accepts(dtype)
+
+    def rows(self, first: int, count: int) -> Slot:
+        return self
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        chosen = torch.tensor(self.chosen, device=tensor.device)
+        self.inner.fill(tensor.index_select(self.dim, chosen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecaySlot(Slot):
+    """Destination of the logarithm of a decay, of which the file has the negative."""
+
+    inner: Slot
+
+    @property
+    def needs_all_rows(self) -> bool:
+        return self.inner.needs_all_rows
+
+    def rows(self, first: int, count: int) -> Slot:
+        inner = self.inner.rows(first, count)
+        return replace(self, target=inner.target, inner=inner)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        self.inner.fill(tensor.float().neg().log())
+
+
 def read_header(file: Path) -> list[StoredTensor]:
     """Return the tensors of a model's GGUF file or files. The kind is GGUF's name of the type.
 
@@ -135,10 +186,17 @@ def slot_of(tensor: StoredTensor, slot: Slot) -> Slot:
     assert isinstance(tensor, GGUFStored)
     if tensor.added:
         slot = replace(slot, offset=slot.offset - tensor.added)
+    if tensor.is_decay:
+        slot = DecaySlot(slot.target, inner=slot)
+    chosen, dim = tensor.chosen, tensor.heads.dim if tensor.heads else 0
+    if chosen is not None and dim and not isinstance(slot, CollectedSlot):
+        slot = ChosenSlot(slot.target, inner=slot, chosen=chosen, dim=dim)
     if tensor.is_quantized and not isinstance(slot, CollectedSlot):
         kept = slice(tensor.skipped, tensor.skipped + tensor.shape[-1])
         columns = tensor.num_decoded or tensor.shape[-1]
         slot = DecodingSlot(slot.target, inner=slot, kind=tensor.kind, columns=columns, kept=kept)
+    if chosen is not None and not dim:
+        slot = ChosenSlot(slot.target, inner=slot, chosen=chosen, dim=dim)
     if tensor.pairs:
         slot = PairedRowsSlot(slot.target, inner=slot, head_size=tensor.pairs)
     return slot
@@ -160,4 +218,6 @@ def _stored(named: NamedTensor) -> GGUFStored:
         named.num_bytes,
         pairs=named.pairs,
         added=named.offset,
+        heads=named.heads,
+        is_decay=named.is_decay,
     )
