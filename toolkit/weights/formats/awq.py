@@ -78,7 +78,9 @@ def read(config: Fields, header: Header) -> Packings:
     skipped = config.names("modules_to_not_convert")
 
     def find(name: str) -> Packing | None:
-        if name == "lm_head" or any(part in name for part in skipped):
+        is_skipped = name == "lm_head" or any(part in name for part in skipped)
+        # A list that names a router, `gate`, leaves out no `gate_proj`.
+        if is_skipped and f"{name}.qweight" not in header:
             return None
         return AWQ(group, scale_type(header, f"{name}.scales"))
 
