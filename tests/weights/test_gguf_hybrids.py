@@ -95,6 +95,27 @@ def test_inputs_in_one_tensor_are_those_of_old_files(tmp_path):
         torch.testing.assert_close(tensor, expected[key], rtol=1e-6, atol=1e-6, msg=key)
 
 
+def test_layers_that_draft_are_not_read(tmp_path):
+    """Files of Qwen3.5 have them after the others, and count them."""
+    model = checkpoints.make_model(*ARCHITECTURES["qwen3.5"])
+    checkpoints.save(model, tmp_path / "folder", tokenizer=False)
+    weights = gguf_models.tensors_of(model, "qwen35")
+    drafting = {
+        name.replace("blk.3.", "blk.4."): tensor
+        for name, tensor in weights.items()
+        if name.startswith("blk.3.")
+    }
+    drafting |= {"blk.4.nextn.eh_proj.weight": torch.ones(64, 128)}
+    changes = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    layers = {"qwen35.attention.recurrent_layers": [True, False, True, False, False]}
+    metadata = gguf_models.metadata_of(model, "qwen35") | changes | layers
+    stored = {name: plain(tensor) for name, tensor in (weights | drafting).items()}
+    file = write(tmp_path / "m.gguf", metadata, stored)
+    expected = dict(tensors(load(tmp_path / "folder")[0]))
+    for key, tensor in tensors(load(file)[0]):
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-6, atol=1e-6, msg=key)
+
+
 @pytest.mark.parametrize("columns", [Shard(512, 0, 512), Shard(512, 256, 256)], ids=str)
 @pytest.mark.parametrize(("kind", "num_bytes"), [("Q4_K", 144), ("Q6_K", 210), ("Q4_0", 144)])
 def test_columns_of_heads_are_in_the_original_order(kind, num_bytes, columns):
