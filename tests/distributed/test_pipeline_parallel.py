@@ -26,6 +26,7 @@ from toolkit.models.model import Model
 from toolkit.models.pipeline_split import split_layers
 from toolkit.scheduler import ModelOutput, Request, SchedulerOutput
 from toolkit.scheduler.running import RunningRequests
+from toolkit.scheduler.step import StepBuilder
 from toolkit.sequence import SequenceSpec
 from toolkit.weights.loading.loader import load_weights
 from tools.bench.loop import RandomTokens
@@ -82,9 +83,9 @@ def test_all_kinds_of_sampling_and_embeddings_equal_one_process(
     preempted = []
     preempt = RunningRequests.preempt
 
-    def counted(self: RunningRequests, request: Request, *, swap: bool = True) -> object:
+    def counted(self: RunningRequests, request: Request, step: StepBuilder | None = None) -> None:
         preempted.append(request.num_in_flight)
-        return preempt(self, request, swap=swap)
+        preempt(self, request, step)
 
     monkeypatch.setattr(RunningRequests, "preempt", counted)
     kinds = [

@@ -733,7 +733,7 @@ WITH_EXPERTS = frozenset(
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
 
 WITH_STATES = frozenset({"lfm2", "lfm2-moe", "olmo-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe"})
-"""Models with a state for each request: no swap space."""
+"""Models with a state for each request."""
 
 OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})
 """Architectures whose trained models overflow in fp16."""

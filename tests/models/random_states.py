@@ -1,6 +1,7 @@
 """Random requests to a model with states, compared with a run without caching.
 
-The suite asks 300. A soak asks more, and kills the core every so many:
+The suite asks 300. A soak asks more, and kills the core every so many. Preempted requests are
+recomputed in a half of it, and swapped in the other, as far as the host has room:
 
     python -m tests.models.random_states --requests 10000 --kill-every 3000
 
@@ -33,6 +34,8 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 90,
 }
 """Too few blocks and snapshots for all requests."""
+SWAP: dict[str, Any] = SMALL | {"swap_space": 0.0002}
+"""The host has room for some of the preempted requests."""
 CLIENTS = 24
 Request = tuple[list[int], SamplingParams]
 
@@ -72,7 +75,7 @@ def answers_alone(folder: Path, requests: list[Request]) -> list[list[int]]:
 
 
 async def answers_of_clients(
-    folder: Path, requests: list[Request], *, kill_every: int, seed: int
+    folder: Path, requests: list[Request], limits: dict[str, Any], *, kill_every: int, seed: int
 ) -> list[list[int]]:
     """Return the tokens that clients got, some of whom left early. Kill the core meanwhile."""
     chance, clients = random.Random(seed), asyncio.Semaphore(CLIENTS)
@@ -93,7 +96,7 @@ async def answers_of_clients(
             psutil.Process(llm.replicas[0].link.pid).kill()
         return tokens
 
-    async with AsyncLLM(str(folder), **SETTINGS, **SMALL) as llm:
+    async with AsyncLLM(str(folder), **SETTINGS, **limits) as llm:
         return await asyncio.gather(*(ask(llm, index) for index in range(len(requests))))
 
 
@@ -104,17 +107,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     requests = random_requests(given.requests, given.seed)
+    half, found = len(requests) // 2, list[list[int]]()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as path:
         folder = checkpoints.save(hybrid(), Path(path))
         expected = answers_alone(folder, requests)
-        found = asyncio.run(
-            answers_of_clients(folder, requests, kill_every=given.kill_every, seed=given.seed)
-        )
+        for limits, some in ((SMALL, requests[:half]), (SWAP, requests[half:])):
+            found += asyncio.run(
+                answers_of_clients(
+                    folder, some, limits, kill_every=given.kill_every, seed=given.seed
+                )
+            )
+    num_kills = sum(count // given.kill_every for count in (half, len(requests) - half))
     left = sum(len(a) < len(b) for a, b in zip(found, expected, strict=True))
     wrong = [i for i, one in enumerate(found) if not one or one != expected[i][: len(one)]]
     print(
-        f"{len(requests):,} requests, {left:,} left early, {len(requests) // given.kill_every} "
+        f"{len(requests):,} requests, {left:,} left early, {num_kills} "
         f"kills, {time.monotonic() - begin:.0f} s: {len(wrong)} differ {wrong[:10]}"
     )
     raise SystemExit(bool(wrong))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,15 @@ from tests.models.conftest import Case
 from tests.models.random_states import SETTINGS
 from tests.references import Reference
 from toolkit import LLM, SamplingParams
-from toolkit.config import CacheConfig
+from toolkit.config import CacheConfig, EngineConfig
+from toolkit.errors import EngineError, OutOfMemoryError
+from toolkit.hardware.devices import find_device
+from toolkit.inventory.checkpoint import read_folder
+from toolkit.inventory.estimate import estimate
 from toolkit.kernels.table import TritonKernels
 from toolkit.models.memory import MemoryLayout, Part, RowMemory, TokenMemory
+from toolkit.units import GIB
+from toolkit.worker.kv_cache import RowStates
 from toolkit.worker.startup import cache_problem
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -34,6 +41,14 @@ MODES: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 128},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+TIGHT = {
+    "num_gpu_blocks_override": 40,
+    "block_size": 4,
+    "max_model_len": 120,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 64,
+}
+"""Few blocks: requests are preempted."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +70,31 @@ def answers(llm: LLM, prompts: list[list[int]], **settings: Any) -> list[list[in
     return [list(one.token_ids) for request in found for one in request.outputs]
 
 
+def growing_requests() -> list[random_states.Request]:
+    """Return requests with prompts of 10 to 45 tokens and answers of 60."""
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    return [([(7 * i * i + 5 * n) % 250 for i in range(10 + 5 * n)], params) for n in range(8)]
+
+
+def count_preempted(llm: LLM) -> tuple[Callable[[], float], Callable[[], int]]:
+    """Return functions that count the requests that are preempted, and swapped, from now on.
+
+    Each request that is swapped in has its blocks and its state."""
+    scheduler, steps = engines.scheduler(llm), []
+    schedule = scheduler.schedule
+
+    def scheduling() -> Any:
+        step = schedule()
+        if step is not None:
+            assert bool(step.swap_out) == bool(step.state_swap_out)
+            assert bool(step.swap_in) == bool(step.state_swap_in)
+            steps.append(len(step.state_swap_in))
+        return step
+
+    scheduler.schedule = scheduling
+    return engines.count_stats(llm, "num_preemptions"), lambda: sum(steps)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_answers_equal_transformers(model, folder, mode):
     """Cold, and again in slots that other requests have used."""
@@ -64,6 +104,48 @@ def test_answers_equal_transformers(model, folder, mode):
     assert answers(llm, prompts) == expected
     assert answers(llm, prompts[:1]) == expected[:1]
     assert answers(llm, prompts[::-1]) == expected[::-1]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("hybrid", {"async_scheduling": True}),
+        ("hybrid", {"tensor_parallel_size": 2, "async_scheduling": True}),
+        ("lfm2", {}),
+        ("lfm2", {"pipeline_parallel_size": 2}),  # the second stage has no blocks
+    ],
+    ids=str,
+)
+def test_preempted_requests_continue_from_swapped_states(checkpoint, folder, name, mode):
+    """The host has room for all that are preempted: none is computed again."""
+    requests = growing_requests()
+    folder = folder if name == "hybrid" else checkpoint(name)
+    expected = random_states.answers_alone(folder, requests)
+    llm = LLM(str(folder), **SETTINGS, **TIGHT, **mode, swap_space=0.01)
+    num_preempted, num_swapped = count_preempted(llm)
+    assert random_states.answers(llm, requests) == expected
+    llm.shutdown()
+    assert num_swapped() == num_preempted() > 3
+
+
+def test_requests_without_room_on_the_host_are_recomputed(checkpoint, monkeypatch):
+    requests, folder = growing_requests(), checkpoint("lfm2")
+    monkeypatch.setattr(cache_problem, "REQUEST_SHARE", 0.005)
+    llm = LLM(str(folder), **SETTINGS, **TIGHT, swap_space=0.0004)
+    num_preempted, num_swapped = count_preempted(llm)
+    assert random_states.answers(llm, requests) == random_states.answers_alone(folder, requests)
+    assert llm.info.num_host_slots == 1
+    assert num_preempted() > num_swapped() > 0
+    llm.shutdown()
+
+
+def test_states_that_are_not_copied_back_are_noticed(checkpoint, monkeypatch):
+    """In tests, slots that a step reads are full of NaN until they are written."""
+    monkeypatch.setattr(RowStates, "copy_in", lambda states, pairs: None)
+    llm = LLM(str(checkpoint("lfm2")), **SETTINGS, **TIGHT, swap_space=0.01)
+    with pytest.raises(EngineError, match="not finite"):
+        random_states.answers(llm, growing_requests())
     llm.shutdown()
 
 
@@ -247,22 +329,73 @@ def test_states_of_requests_come_before_blocks_and_snapshots():
     assert (stage.requests, stage.snapshots) == (10, 80 * 16 // 64)  # it limits no other stage
 
 
+@pytest.mark.parametrize(
+    ("layers", "swap_space", "host_slots", "host_blocks"),
+    [
+        ("rows and tokens", 100_000, 10, (100_000 - 10 * 4096) // 512),  # --max-num-seqs
+        ("rows and tokens", 20_000, 2, (20_000 - 2 * 4096) // 512),  # half of the swap space
+        ("rows and tokens", 8000, 0, 8000 // 512),
+        ("rows and tokens", 0, 0, 0),
+        ("tokens", 8000, 10, 8000 // 512),  # a stage without states limits no other
+        ("rows", 20_000, 2, 10 * 4),  # a stage without blocks, too
+        ("rows", 0, 0, 0),
+    ],
+)
+def test_swap_space_has_states_and_blocks(layers, swap_space, host_slots, host_blocks):
+    rows, tokens = RowMemory((Part(2, 512, in_float32=True),)), TokenMemory.of_keys(1, 8)
+    memory = [rows] * ("rows" in layers) + [tokens] * ("tokens" in layers)
+    layout = MemoryLayout.of(memory, block_size=16, itemsize=2, row_itemsize=2)
+    counts = cache_problem.count_parts(
+        CacheConfig(swap_space=swap_space / GIB),
+        layout,
+        room=1 << 20,
+        max_num_seqs=10,
+        max_model_len=64,
+        on_gpu=False,
+    )
+    assert (counts.host_slots, counts.host_blocks) == (host_slots, host_blocks)
+
+
+def test_swap_space_that_does_not_fit_is_refused_alike(checkpoint, capsys):
+    """`tk serve --dry-run` counts states as a start does."""
+    folder = checkpoint("lfm2")
+    settings = SETTINGS | {"swap_space": 2.0**19, "max_num_seqs": 10**9}
+    with pytest.raises(OutOfMemoryError) as refused:
+        LLM(str(folder), **settings)
+    config = EngineConfig.from_settings(settings)
+    found = estimate(read_folder(folder, "lfm2"), config, find_device("cpu"))
+    assert found.lack is not None
+    assert re.sub(r" \(.*free\)", "", found.lack) == re.sub(r" \(.*free\)", "", str(refused.value))
+
+
 def test_random_requests_equal_those_alone(folder):
+    """Preempted ones are recomputed in the first half, and partly swapped in the second."""
     requests = random_states.random_requests(300, seed=3)
-    llm = LLM(str(folder), **SETTINGS, **random_states.SMALL)
-    num_preempted = engines.count_stats(llm, "num_preemptions")
-    num_hits = engines.count_stats(llm, "prefix_cache_hits")
-    found = random_states.answers(llm, requests)
-    llm.shutdown()
+    found = []
+    for limits, some in (
+        (random_states.SMALL, requests[:150]),
+        (random_states.SWAP, requests[150:]),
+    ):
+        llm = LLM(str(folder), **SETTINGS, **limits)
+        num_preempted, num_swapped = count_preempted(llm)
+        num_hits = engines.count_stats(llm, "prefix_cache_hits")
+        found += random_states.answers(llm, some)
+        llm.shutdown()
+        assert num_hits() > 2500
+        if limits is random_states.SMALL:
+            assert num_preempted() > 25
+            assert not num_swapped()
+        else:
+            assert num_preempted() - 10 > num_swapped() > 10
     assert found == random_states.answers_alone(folder, requests)
-    assert num_preempted() > 50
-    assert num_hits() > 5000
 
 
 async def test_clients_that_leave_and_a_killed_core_change_no_answer(folder, forked_processes):
     requests = random_states.random_requests(60, seed=4)
     expected = random_states.answers_alone(folder, requests)
-    found = await random_states.answers_of_clients(folder, requests, kill_every=40, seed=4)
+    found = await random_states.answers_of_clients(
+        folder, requests, random_states.SWAP, kill_every=40, seed=4
+    )
     assert all(found)
     assert found == [one[: len(own)] for one, own in zip(expected, found, strict=True)]
     assert any(len(own) < len(one) for one, own in zip(expected, found, strict=True))

@@ -5,8 +5,8 @@ equal exactly if all tokens up to them are. Each step's tokens are checked again
 positions of their row. A block that is shared wrongly, stale, or swapped to the wrong place is
 detected at the first token that would read it. Two layers have slots of different shapes. A row
 may also have a state, the id of all tokens that it has read: steps read it in one slot and write
-it in one. Features are ids, too: a prompt's token of one reads it in the pages that an earlier step
-has loaded.
+it in one; it is swapped with the row's blocks. Features are ids, too: a prompt's token of one reads
+it in the pages that an earlier step has loaded.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class State(NamedTuple):
     drafts: list[int]  # prefixes
 
 
+NO_STATE = State(0, GARBAGE, [])
+
+
 def plan_grain(block_size: int) -> int:
     """Return a grain of two blocks: short prompts then have several boundaries."""
     return 2 * block_size
@@ -110,6 +113,7 @@ class Device:
             for count in (plan.num_blocks, plan.num_host_blocks)
         )
         self.states: dict[int, State] | None = {} if plan.num_state_slots else None
+        self.host_states: dict[int, State] = {}
         self.rows: dict[int, Row] = {}
         self.adapters = {0: ""}  # keys by slot
         self.pages: dict[int, tuple[bytes, int]] = {}  # digest, and the number among its pages
@@ -137,6 +141,11 @@ class Device:
                 host[host_block] = cache[block]
             for host_block, block in step.swap_in:
                 cache[block] = host[host_block]
+        if self.states is not None:
+            for slot, host_slot in step.state_swap_out:
+                self.host_states[host_slot] = self.states.get(slot, NO_STATE)
+            for host_slot, slot in step.state_swap_in:
+                self.states[slot] = self.host_states.get(host_slot, NO_STATE)
         for new in step.new_rows:
             self.rows[new.row] = Row(
                 list(new.token_ids), list(new.blocks), new.seed, new.adapter, new.spec.features
@@ -183,7 +192,7 @@ class Device:
                 )
                 begin = 0
                 if start:
-                    begin, prefix, pending = self.states.get(read, State(0, GARBAGE, []))
+                    begin, prefix, pending = self.states.get(read, NO_STATE)
                     assert prefix == prefixes[begin - 1], (
                         "a row continues another request's state, or an old one"
                     )
@@ -197,7 +206,7 @@ class Device:
                     assert slot not in written, "a slot is written twice"
                     assert kept % plan_grain(self.block_size) == 0
                     is_passed = begin < kept <= end
-                    old = self.states.get(slot, State(0, GARBAGE, []))
+                    old = self.states.get(slot, NO_STATE)
                     written[slot] = State(kept, prefixes[kept - 1], []) if is_passed else old
                     num_written += 1
                 assert step.state_writes[at] not in written, "a slot is written twice"
@@ -207,7 +216,7 @@ class Device:
                 num_written += 1
         if self.states is not None:
             assert self.is_broken or len(written) == num_written
-            broken = dict.fromkeys(written, State(0, GARBAGE, []))
+            broken = dict.fromkeys(written, NO_STATE)
             self.states |= broken if self.is_broken else written
         # A layer first writes all keys of a step, then reads.
         for row, start, end, _, _, prefixes in work:
@@ -316,12 +325,14 @@ class Plan:
     rows_per_page: int = 2
     most_encoded: int = 4
     most_drafts: int = 0
-    num_state_slots: int = 0  # with states, nothing is swapped
+    num_state_slots: int = 0
+    num_host_slots: int = 0  # with states
     schedules_singly: bool = False
     """Schedule each running request in Python, as when blocks are scarce."""
     arrivals: list[tuple[int, list[Request]]] = field(default_factory=list)
     """(turn of the loop, requests)."""
     aborts: list[tuple[int, str]] = field(default_factory=list)
+    resets: list[int] = field(default_factory=list)  # turns at which the prefix cache is emptied
     failures: dict[int, str] = field(default_factory=dict)  # by step number: "error" or "memory"
     failing_requests: dict[str, int] = field(default_factory=dict)
     """Steps that sample one of these requests fail once it has this many output tokens."""
@@ -380,9 +391,10 @@ def make_scheduler(plan: Plan) -> Scheduler:
             max_num_batched_tokens=plan.budget,
             max_model_len=MAX_MODEL_LEN,
             policy=plan.policy,
-            num_host_blocks=0 if plan.num_state_slots else plan.num_host_blocks,
+            num_host_blocks=plan.num_host_blocks,
             enable_prefix_caching=plan.caching,
             num_state_slots=plan.num_state_slots,
+            num_host_slots=plan.num_host_slots,
             state_grain=plan_grain(plan.block_size),
             num_stages=plan.num_stages,
             max_loras=plan.max_loras,
@@ -420,6 +432,8 @@ def run(plan: Plan) -> Outcome:
         for when, name in plan.aborts:
             if when == turn:
                 scheduler.abort(name)
+        if turn in plan.resets:
+            scheduler.reset_prefix_cache()
         while len(steps) < plan.depth:
             budget = scheduler.max_num_batched_tokens
             step = scheduler.schedule()
@@ -446,6 +460,8 @@ def run(plan: Plan) -> Outcome:
                     step.num_computed.tolist(),
                     step.swap_out,
                     step.swap_in,
+                    step.state_swap_out,
+                    step.state_swap_in,
                     output.token_ids.tolist(),
                 )
             )
@@ -489,9 +505,9 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput, budget: int) -> None
     running = [request.row for request in scheduler.running]
     assert len(set(running)) == len(running)
     assert set(scheduled) <= set(running)
-    for copies in (step.swap_out, step.swap_in):
+    for copies in (step.swap_out, step.swap_in, step.state_swap_out, step.state_swap_in):
         assert len({target for _, target in copies}) == len(copies), (
-            "each block is a copy target once"
+            "each block and each slot is a copy target once"
         )
 
 
@@ -530,6 +546,7 @@ def check_all_is_free(scheduler: Scheduler, plan: Plan) -> None:
         scheduler.reset_prefix_cache()
         assert scheduler.states.problem([]) is None
         assert len(scheduler.states._free) == plan.num_state_slots
+        assert len(scheduler.states._free_on_host) == plan.num_host_slots
 
 
 def make_request(

@@ -18,15 +18,20 @@ from tests.scheduler.simulation import (
     MAX_MODEL_LEN,
     STOP_TOKEN,
     VOCAB,
+    Device,
     Plan,
+    check_all_is_free,
+    check_ownership,
     expected_answer,
     make_request,
     make_scheduler,
     run,
 )
-from toolkit.scheduler import FinishReason, ModelOutput, Request, Scheduler
+from toolkit.scheduler import FinishReason, ModelOutput, Request, RequestStatus, Scheduler
 from toolkit.scheduler.blocks.block_pool import BlockPool
 from toolkit.scheduler.blocks.block_tables import BlockTables
+from toolkit.scheduler.request import NO_SLOT
+from toolkit.scheduler.running import RunningRequests
 from toolkit.scheduler.states import Snapshot, StateSlots
 from toolkit.sequence import Feature
 
@@ -115,7 +120,9 @@ def plans(draw, *, failing: bool = False, aborting: bool = True, seeing: bool = 
     )
     if num_snapshots is not None:
         plan.num_state_slots = plan.max_num_seqs + num_snapshots
+        plan.num_host_slots = draw(st.sampled_from([0, 1, plan.max_num_seqs]))
     plan.most_drafts = draw(st.sampled_from([0, 1, 3]))
+    plan.resets = draw(st.lists(st.integers(0, 40), max_size=2))
     names = [request.id for request in plan.requests]
     if aborting:
         plan.aborts = draw(
@@ -256,6 +263,21 @@ def swap_out_in_another_order(tables: BlockTables, request: Request) -> list[tup
     return list(zip(blocks, reversed(hosts), strict=True))
 
 
+def swap_states_without_releasing(states: StateSlots, request: Request) -> tuple[int, int]:
+    copy = request.host_slot, request.state_slot
+    request.host_slot = NO_SLOT
+    return copy
+
+
+def swap_states_to_one_place(states: StateSlots, request: Request) -> tuple[int, int]:
+    slot, _ = SWAP_STATE_OUT(states, request)
+    return slot, 0
+
+
+def release_only_blocks(running: RunningRequests, request: Request) -> None:
+    running._blocks.release_host(request)
+
+
 def begin_without_a_state(states: StateSlots, request: Request, cached: list[int]) -> Any:
     return None, cached
 
@@ -291,6 +313,8 @@ def conversations(count: int) -> list[tuple[int, list[Request]]]:
 
 BEGIN_WITH, STATE_SLOTS = StateSlots.begin_with, StateSlots.__init__
 RELEASE, SWAP_OUT = BlockPool.release, BlockTables.swap_out
+SWAP_STATE_OUT = StateSlots.swap_out
+SWAPPED_STATES = {"num_state_slots": 9, "num_host_blocks": 40, "num_host_slots": 4}
 MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
     "a block is not released": (BlockPool, "release", leak_the_last_block, {}),
     "a hash outlives its block": (BlockPool, "_evict", keep_the_hash, {}),
@@ -316,6 +340,20 @@ MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
             "num_state_slots": 30, "num_blocks": 90, "most_drafts": 3, "depth": 2,
             "arrivals": conversations(5),
         },
+    ),
+    "the host's slots are not released": (
+        StateSlots, "swap_in", swap_states_without_releasing, SWAPPED_STATES
+    ),
+    "a swapped request that is aborted keeps its slot": (
+        RunningRequests, "release_host", release_only_blocks,
+        SWAPPED_STATES | {"aborts": [(15, f"{i}") for i in range(5)]},
+    ),
+    "a swapped request of a dropped step keeps its slot": (
+        RunningRequests, "release_host", release_only_blocks,
+        SWAPPED_STATES | {"failures": {15: "error"}},
+    ),
+    "states are swapped to others' places": (
+        StateSlots, "swap_out", swap_states_to_one_place, SWAPPED_STATES
     ),
     "snapshots of a dropped step are kept": (
         StateSlots, "clear", lambda states: None,
@@ -346,14 +384,23 @@ def test_planted_mistakes_in_the_accounts_are_found(monkeypatch, mistake):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
-@pytest.mark.parametrize("most_drafts", [0, 3])
-def test_a_tiny_pool_preempts_and_keeps_answers_right(depth, num_host_blocks, most_drafts):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"most_drafts": 3},
+        {"num_state_slots": 5, "num_host_slots": 1},
+        {"num_state_slots": 5, "num_host_slots": 4},
+    ],
+    ids=str,
+)
+def test_a_tiny_pool_preempts_and_keeps_answers_right(depth, num_host_blocks, more):
     """Ensures that the properties above also cover preemption."""
     plan = Plan(
+        **more,
         num_blocks=11,
         num_host_blocks=num_host_blocks,
         depth=depth,
-        most_drafts=most_drafts,
         caching=False,
         arrivals=[
             (
@@ -371,6 +418,35 @@ def test_a_tiny_pool_preempts_and_keeps_answers_right(depth, num_host_blocks, mo
     check_answers(plan, allowed=set())
     assert outcome.num_preemptions > 0
     assert (outcome.num_swaps > 0) == (num_host_blocks > 0)
+
+
+@pytest.mark.parametrize("event", ["abort", "reset", "drop"])
+def test_a_swapped_request_leaves_no_slot_behind(event):
+    requests = [
+        make_request(f"{i}", [2 + i] * 8, max_tokens=30, ignore_eos=True, seed=i) for i in range(4)
+    ]
+    plan = Plan(num_blocks=11, arrivals=[(0, requests)], **SWAPPED_STATES)
+    scheduler, device, happened = make_scheduler(plan), Device(plan), False
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.num_unfinished:
+        step = scheduler.schedule()
+        scheduler.update(step, device.execute(step))
+        swapped = [one for one in requests if one.status is RequestStatus.SWAPPED]
+        if swapped and not happened:
+            happened = True
+            assert swapped[0].host_slot != NO_SLOT
+            if event == "abort":
+                scheduler.abort(swapped[0].id)
+            elif event == "reset":
+                scheduler.reset_prefix_cache()
+            else:
+                scheduler.drop_steps_in_flight()
+            assert (swapped[0].host_slot == NO_SLOT) == (event != "reset")
+        check_ownership(scheduler)
+    assert happened
+    check_all_is_free(scheduler, plan)
+    check_answers(plan, allowed={FinishReason.ABORT} if event == "abort" else set())
 
 
 @given(plan=plans(aborting=False, seeing=False))

@@ -32,6 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
     "overlapping": {"async_scheduling": True},
     "chunks of 7": {"max_num_batched_tokens": 7, "async_scheduling": True, "max_num_seqs": 2},
     "recomputed": {"num_gpu_blocks_override": 14, "max_model_len": 220},
+    "swapped": {"num_gpu_blocks_override": 14, "max_model_len": 220, "swap_space": 0.01},
     "few states": {"state_cache_gib": 0.0, "async_scheduling": True},
     "two ranks": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},

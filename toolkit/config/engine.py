@@ -172,7 +172,8 @@ class CacheConfig:
     )
     swap_space: float | None = option(
         None,
-        "Host memory in GiB for blocks of preempted requests. Default: 4 on a GPU, 0 on a CPU.",
+        "Host memory in GiB for blocks of preempted requests, and their states (up to half). "
+        "Default: 4 on a GPU, 0 on a CPU.",
         minimum=0.0,
         maximum=MAX_GIB,
     )

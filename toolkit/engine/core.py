@@ -77,6 +77,7 @@ class EngineCore:
             num_host_blocks=info.num_host_blocks,
             enable_prefix_caching=config.cache.enable_prefix_caching and info.chunks_prompts,
             num_state_slots=info.num_state_slots,
+            num_host_slots=info.num_host_slots,
             chunks_prompts=info.chunks_prompts,
             num_stages=config.parallel.pipeline_parallel_size,
             max_loras=config.lora.max_loras,

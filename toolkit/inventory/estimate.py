@@ -204,7 +204,7 @@ def estimate(
 
     def parts_of(weights: int, memory: Sequence[Memory]) -> CacheCounts:
         if not has_cache:
-            return CacheCounts(0, 0, 0, 0)
+            return CacheCounts(0, 0, 0, 0, 0)
         own = layout(memory, drafter=drafts)
         return _count_parts(engine, device, weights, step, drafts_spare + table, own, max_model_len)
 
@@ -214,7 +214,8 @@ def estimate(
     weights, memory = min(
         stages, key=lambda stage: (stage[0] + least <= device.free, parts_of(*stage)[0], -stage[0])
     )
-    num_blocks, num_host_blocks, num_requests, num_snapshots = parts_of(weights, memory)
+    counts = parts_of(weights, memory)
+    num_blocks, num_host_blocks, num_requests, num_snapshots, num_host_slots = counts
     own = layout(memory, drafter=drafts)
     block_bytes = own.block_bytes
     return Estimate(
@@ -242,7 +243,7 @@ def estimate(
             + (num_requests + 1 + num_snapshots) * own.row_bytes
             + drafts_spare
             + table,
-            swap=num_host_blocks * block_bytes,
+            swap=num_host_blocks * block_bytes + num_host_slots * own.row_bytes,
             tables=0 if on_gpu else steps.rows,
         ),
         drafter=drafter_weights,

@@ -25,8 +25,9 @@ class Part:
     """Or as --mamba-ssm-cache-dtype says. Else as --kv-cache-dtype does; a memory of rows, in the
     type of the activations."""
     last_tokens: int = 0
-    """Of a memory of rows: it has the vectors of so many tokens, the last ones, and of twice as
-    many drafts as a step verifies: those that the step before verified, and its own."""
+    """Tokens whose vectors a memory of rows has, the last ones; 0: none are of a token.
+
+    And of twice as many drafts as a step verifies: those of the step before, and its own."""
 
     def on_rank(self, num_ranks: int) -> Part:
         return replace(self, num_heads=max(1, self.num_heads // num_ranks))

@@ -65,7 +65,8 @@ class SchedulerOutput:
     A row is a place in the workers' state that a request keeps while it runs. The arrays are
     parallel, one entry per scheduled request: `rows`, `num_tokens` (to compute now, starting at
     `num_computed`) and `samples` (its next token is sampled). Copies run before the step:
-    `swap_out` (block, host block), then `swap_in` (host block, block)."""
+    `swap_out` (block, host block) and `state_swap_out` (slot, host slot), then `swap_in` (host
+    block, block) and `state_swap_in` (host slot, slot)."""
 
     step: int
     rows: IntArray
@@ -91,6 +92,8 @@ class SchedulerOutput:
     many tokens; -1: none."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    state_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    state_swap_in: list[tuple[int, int]] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     """Loads of the devices before the step."""
     prompt_logprobs: list[int] = field(default_factory=list)

@@ -243,7 +243,7 @@ class Planner:
                     self._rows.capacity[request.row] += len(new) * blocks.block_size
                 return True
             victim = self._running.requests[-1]
-            step.swap_out += self._running.preempt(victim)
+            self._running.preempt(victim, step)
             step.preempted = True
             if victim is request:
                 return False
@@ -330,7 +330,7 @@ class Planner:
         is_swapped = request.status is RequestStatus.SWAPPED
         cached = [] if is_swapped else self._blocks.find_cached(request)
         snapshot = None
-        if self._states is not None:
+        if self._states is not None and not is_swapped:
             snapshot, cached = self._states.begin_with(request, cached)
         num_computed = (
             request.num_computed_tokens if is_swapped else len(cached) * self._blocks.block_size
@@ -354,6 +354,8 @@ class Planner:
             return False
         if is_swapped:
             step.swap_in += self._blocks.swap_in(request)
+            if self._states is not None:
+                step.state_swap_in.append(self._states.swap_in(request))
         elif request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_computed
             self._stats.current.prefix_cache_queries += request.num_prompt_tokens
@@ -447,6 +449,8 @@ class Planner:
             new_blocks=np.array(step.new_blocks, np.int32).reshape(-1, 3),
             swap_out=step.swap_out,
             swap_in=step.swap_in,
+            state_swap_out=step.state_swap_out,
+            state_swap_in=step.state_swap_in,
             loads=step.loads,
             prompt_logprobs=step.prompt_logprobs,
         )

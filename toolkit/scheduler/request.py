@@ -66,6 +66,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
     state_slot: int = NO_SLOT  # of its state; see `states.StateSlots`
+    host_slot: int = NO_SLOT  # of its state while it is swapped
     num_followers: int = 0  # siblings that may begin with a snapshot of its state
     branch: int = 0  # tokens after which other prompts part from its own; 0: none is known
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission

@@ -12,7 +12,7 @@ from toolkit.scheduler.request import Request, RequestStatus
 from toolkit.scheduler.rows import Rows
 from toolkit.scheduler.states import StateSlots
 from toolkit.scheduler.stats import StatsRecorder
-from toolkit.scheduler.step import RunningBatch
+from toolkit.scheduler.step import RunningBatch, StepBuilder
 
 
 class RunningRequests:
@@ -67,15 +67,13 @@ class RunningRequests:
         bisect.insort(self.requests, request, key=self._queue.rank)
         self._batch = None
 
-    def preempt(self, request: Request, *, swap: bool = True) -> list[tuple[int, int]]:
-        """Requeue a request. Its blocks are swapped out or dropped.
+    def preempt(self, request: Request, step: StepBuilder | None = None) -> None:
+        """Requeue a request. `step` copies its blocks and its state to the host, if they fit.
 
-        Return the copies (block, host block). Without any, its tokens are computed again."""
-        # The partial result of a pooled prompt stays with its row: it is recomputed.
-        swap = swap and request.spec.pooling is None
-        copies = self._blocks.swap_out(request) if swap else []
+        Without a step or room for both, its tokens are computed again."""
+        is_swapped = step is not None and self._swap_out(request, step)
         self.remove(request)
-        if copies:
+        if is_swapped:
             request.status = RequestStatus.SWAPPED
         else:
             request.num_computed_tokens = 0
@@ -83,7 +81,24 @@ class RunningRequests:
         request.num_preemptions += 1
         self._stats.current.num_preemptions += 1
         self._queue.push(request)
-        return copies
+
+    def _swap_out(self, request: Request, step: StepBuilder) -> bool:
+        """Have a step copy a request's memory to the host. Return False if it has no room."""
+        if request.spec.pooling is not None:  # the partial result stays with its row
+            return False
+        if self._states is not None and not self._states.has_host_slot:
+            return False
+        copies = self._blocks.swap_out(request)
+        if copies and self._states is not None:
+            step.state_swap_out.append(self._states.swap_out(request))
+        step.swap_out += copies
+        return bool(copies)
+
+    def release_host(self, request: Request) -> None:
+        """Take the host's memory from a swapped request."""
+        self._blocks.release_host(request)
+        if self._states is not None:
+            self._states.release_host(request)
 
     def remove(self, request: Request) -> None:
         """Take a request's row, blocks and adapter. Full blocks stay in the prefix cache."""

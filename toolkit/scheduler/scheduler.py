@@ -45,6 +45,7 @@ class Scheduler:
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
         num_state_slots: int = 0,
+        num_host_slots: int = 0,
         state_grain: int = GRAIN,
         chunks_prompts: bool = True,
         num_stages: int = 1,
@@ -59,6 +60,7 @@ class Scheduler:
         """`chunks_prompts`, `num_stages`: see `StepLimits`.
 
         `num_state_slots`: for the states of running requests, and snapshots; 0: the model has none.
+        `num_host_slots`: in host memory, for the states of swapped requests.
         `state_grain`: tokens between places of snapshots.
 
         `max_loras`: adapters that running requests may have. `num_feature_pages`,
@@ -92,7 +94,9 @@ class Scheduler:
         """Slots of the devices for requests' states. None: the model has none."""
         if num_state_slots:
             grain = math.lcm(state_grain, block_size)
-            self.states = StateSlots(num_state_slots, grain, block_size, has_drafts=most_drafts > 0)
+            self.states = StateSlots(
+                num_state_slots, grain, block_size, num_host_slots, has_drafts=most_drafts > 0
+            )
         self.running = RunningRequests(
             self._queue, self.rows, self._blocks, self.needs, self.states, self._stats
         )
@@ -192,7 +196,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         elif request.status is RequestStatus.SWAPPED:
-            self._blocks.release_host(request)
+            self.running.release_host(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._requests[request.id]
@@ -294,11 +298,11 @@ class Scheduler:
         """Recompute all requests and empty the prefix cache: what was written is unknown."""
         self.planner.in_flight.clear()
         while self.running:
-            self.running.preempt(self.running.requests[-1], swap=False)
+            self.running.preempt(self.running.requests[-1])
         for request in self._requests.values():
             request.drop_in_flight()
             if request.status is RequestStatus.SWAPPED:
-                self._blocks.release_host(request)
+                self.running.release_host(request)
                 request.num_computed_tokens = 0
                 request.status = RequestStatus.PREEMPTED
         self.pool.evict_all()
@@ -310,7 +314,7 @@ class Scheduler:
         """Requeue a suspect that caught up alone, so that the next one has the whole cache."""
         self._suspects.clear_current()
         if self._suspects.current is not None:
-            self.running.preempt(request, swap=False)
+            self.running.preempt(request)
 
     def check(self) -> None:
         """Raise RuntimeError if a block or a row is lost, or has more users than it counts."""
@@ -321,7 +325,7 @@ class Scheduler:
             or self.host_pool.problem(request.host_blocks for request in requests)
             or self.needs.cache.problem()
             or (None if rows == list(range(len(rows))) else f"rows are free or held: {rows}")
-            or (None if states is None else states.problem(self.running.requests))
+            or (None if states is None else states.problem(requests))
         )
         if problem is not None:
             raise RuntimeError(f"the scheduler's accounts are wrong: {problem}")

@@ -3,17 +3,18 @@
 Each running request has a slot, which its steps read and write. Other slots have snapshots: states
 after the first tokens of a sequence, a multiple of the grain. The step that computes these tokens
 writes the snapshot in addition to the request's own state; a request that begins with the same
-tokens reads it once, in place of its own slot. So no state is ever copied.
+tokens reads it once, in place of its own slot. So a state is copied for one reason only: a
+preempted request's to a slot in host memory, and back (`swap_out`, `swap_in`).
 
 With drafts, a step's state has as many tokens as were accepted before it, which is known only
-later. So each step that may pass a snapshot's place is told to write it there, and it is registered
-once a step must have passed it."""
+later. So each step that may pass a snapshot's place writes it if it does, and it is registered once
+a step must have passed it."""
 
 from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from toolkit.scheduler.blocks.block_pool import BlockHash
@@ -50,9 +51,19 @@ class StateSlots:
     Within a step, a slot that one request reads or writes is given to no other: requests of a step
     are computed side by side."""
 
-    def __init__(self, count: int, grain: int, block_size: int, *, has_drafts: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        grain: int,
+        block_size: int,
+        num_host_slots: int = 0,
+        *,
+        has_drafts: bool = False,
+    ) -> None:
         """`grain`: tokens, a multiple of the block size. has_drafts: steps verify drafts."""
         self._free = list(range(count - 1, -1, -1))
+        self._free_on_host = list(range(num_host_slots - 1, -1, -1))
+        self._counts = count, num_host_slots
         self.grain, self._block_size, self._has_drafts = grain, block_size, has_drafts
         self._known: dict[BlockHash, Snapshot] = {}
         self._plain: OrderedDict[Snapshot, None] = OrderedDict()  # least recently used first
@@ -110,6 +121,29 @@ class StateSlots:
         self._passed.pop(request, None)
         self._free.append(request.state_slot)
         request.state_slot = NO_SLOT
+
+    # ---- requests that are swapped
+
+    @property
+    def has_host_slot(self) -> bool:
+        """True if the host has room for another state."""
+        return bool(self._free_on_host)
+
+    def swap_out(self, request: Request) -> tuple[int, int]:
+        """Return the (slot, host slot) copy that keeps the state. Needs `has_host_slot`."""
+        request.host_slot = self._free_on_host.pop()
+        return request.state_slot, request.host_slot
+
+    def swap_in(self, request: Request) -> tuple[int, int]:
+        """Return the (host slot, slot) copy into the slot that the request has got."""
+        copy = request.host_slot, request.state_slot
+        self.release_host(request)
+        return copy
+
+    def release_host(self, request: Request) -> None:
+        """Take the host's slot from a request."""
+        self._free_on_host.append(request.host_slot)
+        request.host_slot = NO_SLOT
 
     # ---- siblings of a leader (n > 1)
 
@@ -195,13 +229,19 @@ class StateSlots:
         self._pending.clear()
         self._passed.clear()
 
-    def problem(self, running: list[Request]) -> str | None:
-        """Return what is wrong if these requests run, and no others; None: nothing."""
+    def problem(self, requests: Collection[Request]) -> str | None:
+        """Return what is wrong if these requests have slots, and no others; None: nothing."""
         pending = (one for snapshots in self._pending.values() for one in snapshots)
         kept = (one.slot for one in (*self._known.values(), *pending))
-        slots = sorted((*self._free, *kept, *(request.state_slot for request in running)))
-        is_right = slots == list(range(len(slots)))
-        return None if is_right else f"state slots are free or held: {slots}"
+        slots = (*self._free, *kept, *(one.state_slot for one in requests))
+        on_host = (*self._free_on_host, *(one.host_slot for one in requests))
+        for name, numbers, count in zip(
+            ("state slots", "the host's state slots"), (slots, on_host), self._counts, strict=True
+        ):
+            found = sorted(number for number in numbers if number != NO_SLOT)
+            if found != list(range(count)):
+                return f"{name} are free or held: {found}, of {count}"
+        return None
 
     def _wanted(self, request: Request, start: int, end: int) -> tuple[int, bool]:
         """Return the length of the snapshot to keep, and whether it is an end; 0: none."""

@@ -137,6 +137,8 @@ class StepBuilder:
     """Three numbers per block: row, index, block."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    state_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    state_swap_in: list[tuple[int, int]] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
     state_reads: dict[int, int] = field(default_factory=dict)

@@ -51,6 +51,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     attention_size: int = 0  # query heads times head size, summed over layers
     num_state_slots: int = 0
     """Slots for requests' states and snapshots of them; 0: no layer has a `memory.RowMemory`."""
+    num_host_slots: int = 0  # slots in host memory for the states of preempted requests
     generates: bool = True  # prompts can be continued
     chunks_prompts: bool = True  # A prompt can be computed in several steps
     pooling: PoolingInfo | None = None  # set if prompts can be pooled

@@ -73,6 +73,7 @@ class Runner:
         model: CausalLM,
         backends: Backends,
         caches: Sequence[KVCache],
+        row_states: RowStates,
         state: BatchState,
         sampler: StepSampler,
         policy: GraphPolicy,
@@ -87,15 +88,8 @@ class Runner:
         self.model, self.backends, self.state = model, backends, state
         self.sampler, self.policy, self.drafter = sampler, policy, drafter
         self.adapters, self.features, self.device = adapters, features, state.device
-        self.caches, self._computing = caches, computing
+        self.caches, self.row_states, self._computing = caches, row_states, computing
         caches[0].bind(model, backends)
-        self._states = RowStates(
-            model,
-            caches[0].layout.state_type,
-            num_slots=state.num_slots,
-            most_drafts=policy.most_drafts,
-            device=state.device,
-        )
         self._spoils = checks_memory()
         if not model.stage.is_first:
             shape = state.max_tokens, model.hidden_size
@@ -153,13 +147,15 @@ class Runner:
         return sample(None)
 
     def _prepare(self, step: SchedulerOutput) -> None:
-        """Copy blocks, place adapters, and apply the step to the state of rows."""
+        """Copy blocks and states, place adapters, and apply the step to the state of rows."""
         for cache in self.caches:
             cache.copy_out(step.swap_out)
+        self.row_states.copy_out(step.state_swap_out)
         if self._spoils:
             self._spoil(step)
         for cache in self.caches:
             cache.copy_in(step.swap_in)
+        self.row_states.copy_in(step.state_swap_in)
         if self.adapters is not None:
             for load in step.loads:
                 if isinstance(load, PlaceAdapter):
@@ -186,7 +182,8 @@ class Runner:
             keeps, kept = step.state_keeps.T
             new = keeps[kept > step.num_computed]  # no step before may have written them
             written = np.concatenate((step.state_writes, new))
-            self._states.spoil(np.setdiff1d(written[written >= 0], read).tolist())
+            spoiled = np.setdiff1d(written[written >= 0], read).tolist()
+            self.row_states.spoil(spoiled + [slot for _, slot in step.state_swap_in])
 
     def _run(
         self,

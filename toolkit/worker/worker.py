@@ -216,7 +216,7 @@ class Worker:
         what, advice = describe_memory(
             self.config.cache,
             cache=size.num_blocks * layout.block_bytes,
-            swap=size.num_host_blocks * layout.block_bytes,
+            swap=size.num_host_blocks * layout.block_bytes + size.num_host_slots * layout.row_bytes,
             on_gpu=setup.device.type == "cuda",
         )
         with memory.explain_out_of_memory(what, setup.device, advice):

@@ -77,8 +77,8 @@ class DeltaNet:
         pdl = supported(y.device)
         places = {"ROWS": self._inputs.shape[1], "WIDTH": self._width, "PDL": pdl}
         sizes = self._sizes | {"RATE": self._rate, "V_BLOCK": self._block} | places
-        given = (y, y.stride(0), out, self._kernel, *self._gates, self._norm, self._eps)
-        given += (self._inputs, self._states, *step.requests)
+        weights = self._kernel, *self._gates, self._norm, self._eps
+        given = y, y.stride(0), out, *weights, self._inputs, self._states, *step.requests
         grid = step.num_reqs, self._v_heads
         if step.most_verified == 1:
             warps = 4 if self._block <= 128 else 8
@@ -159,10 +159,10 @@ class DeltaNet:
 def _scan_stages(device: torch.device) -> int:
     """Return in how many stages `_scan_kernel` loads: the GPU's shared memory limits them.
 
-    One would read beyond its shared memory on Hopper, as Triton 3.6 compiles it."""
+    One would read beyond its shared memory on Hopper, as Triton compiles it."""
     if device.type != "cuda":
         return 1
-    size = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    size = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return 3 if size >= 3 * _STAGE_BYTES else 2 if size >= 2 * _STAGE_BYTES else 1
 
 
@@ -548,7 +548,11 @@ def _solve_kernel(
     x32 = -_full_dot(x3, _full_dot(s32, x2, EXACT), EXACT)
     x20 = -_full_dot(x2, _full_dot(s20, x0, EXACT) + _full_dot(s21, x10, EXACT), EXACT)
     x31 = -_full_dot(x3, _full_dot(s31, x1, EXACT) + _full_dot(s32, x21, EXACT), EXACT)
-    x30 = -_full_dot(x3, _full_dot(s30, x0, EXACT) + _full_dot(s31, x10, EXACT) + _full_dot(s32, x20, EXACT), EXACT)
+    x30 = -_full_dot(
+        x3,
+        _full_dot(s30, x0, EXACT) + _full_dot(s31, x10, EXACT) + _full_dot(s32, x20, EXACT),
+        EXACT,
+    )
 
     dtype = update_ptr.dtype.element_ty
     own_ptr = update_ptr + (chunk.to(tl.int64) * V_HEADS + head) * (CHUNK * CHUNK)

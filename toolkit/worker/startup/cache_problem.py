@@ -11,8 +11,9 @@ from toolkit.units import GIB, size
 STATE_SHARE = 0.25
 """Share of a cache's memory for snapshots of states, if --state-cache-gib is not given."""
 REQUEST_SHARE = 0.5
-"""Largest share for the states of requests. If it is too small for --max-num-seqs, they take those
-of snapshots, and then wait."""
+"""Largest share for the states of requests, of a cache's memory and of the swap space. If it is too
+small for --max-num-seqs, requests take the slots of snapshots, and then wait; preempted ones
+without a slot on the host are recomputed."""
 
 
 class CacheCounts(NamedTuple):
@@ -22,6 +23,7 @@ class CacheCounts(NamedTuple):
     host_blocks: int
     requests: int  # for whose states there is room, if the model has any
     snapshots: int  # of states
+    host_slots: int  # for states of preempted requests
 
 
 def count_parts(
@@ -35,9 +37,9 @@ def count_parts(
 ) -> CacheCounts:
     """Return the parts of a cache. `room`: free bytes for it.
 
-    On a CPU, blocks for more than max_num_seqs requests of full length would waste memory, and
-    blocks without bytes are of no use. Requests with states are not swapped: they cannot continue
-    from blocks alone. Snapshots are at most those of all blocks."""
+    On a CPU, blocks for more than max_num_seqs requests of full length would waste memory. Swap
+    space has the states of at most max_num_seqs requests, and blocks in the rest. Snapshots are at
+    most those of all blocks."""
     block_bytes, room, requests = layout.block_bytes, max(0, room), max_num_seqs
     is_given = config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None
     if layout.row_bytes:
@@ -46,8 +48,12 @@ def count_parts(
             requests = max(1, min(max_num_seqs, fitting))
         room = max(0, room - (requests + 1) * layout.row_bytes)
     most_useful = max_num_seqs * -(-max_model_len // config.block_size)
-    swap = config.swap_space if config.swap_space is not None else 4.0 * on_gpu
-    host = int(swap * GIB) // block_bytes if block_bytes and not layout.row_bytes else 0
+    swap = int((config.swap_space if config.swap_space is not None else 4.0 * on_gpu) * GIB)
+    host_slots = max_num_seqs
+    if layout.row_bytes:
+        host_slots = min(max_num_seqs, int(swap * REQUEST_SHARE) // layout.row_bytes)
+        swap -= host_slots * layout.row_bytes
+    host = swap // block_bytes if block_bytes else most_useful * (swap > 0)
     for_states = int((config.state_cache_gib or 0.0) * GIB)
     has_share = config.state_cache_gib is None and config.enable_prefix_caching
     if layout.row_bytes and has_share:
@@ -63,11 +69,11 @@ def count_parts(
         blocks = blocks if on_gpu else min(blocks, most_useful)
     most_snapshots = blocks * config.block_size // GRAIN
     if not layout.row_bytes:  # of a pipeline stage, perhaps: it limits no other
-        return CacheCounts(blocks, host, requests, most_snapshots)
+        return CacheCounts(blocks, host, requests, most_snapshots, host_slots)
     if has_share and is_given and block_bytes:
         for_states = int(blocks * block_bytes * STATE_SHARE / (1 - STATE_SHARE))
     snapshots = min(for_states // layout.row_bytes, most_snapshots)
-    return CacheCounts(blocks, host, requests, snapshots)
+    return CacheCounts(blocks, host, requests, snapshots, host_slots)
 
 
 def table_bytes(

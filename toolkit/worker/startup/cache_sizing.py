@@ -23,12 +23,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Numbers of blocks, and the longest sequence that they are for."""
+    """Numbers of blocks and slots, and the longest sequence that they are for."""
 
     num_blocks: int
     num_host_blocks: int
     max_model_len: int
     num_state_slots: int = 0  # of requests and snapshots; 0: the model has no states
+    num_host_slots: int = 0  # for states of preempted requests
 
 
 def is_measured(setup: Setup) -> bool:
@@ -87,9 +88,12 @@ def choose_size(
         on_gpu=on_gpu,
     )
     world = setup.place.world
-    num_blocks, num_host_blocks, num_requests, num_snapshots = map(world.minimum, counts)
+    num_blocks, num_host_blocks, num_requests, num_snapshots, num_host_slots = map(
+        world.minimum, counts
+    )
     has_states = world.minimum(-bool(layout.row_bytes)) < 0  # on any stage
     num_state_slots = num_requests + num_snapshots if has_states else 0
+    num_host_slots *= has_states
     is_typed = world.minimum(-layout.has_float32_rows) < 0
     if cache.mamba_ssm_cache_dtype != "auto" and not is_typed and world.rank == 0:
         logger.warning(
@@ -121,7 +125,7 @@ def choose_size(
         cache=0
         if on_gpu
         else num_blocks * block_bytes + (num_state_slots + 1) * layout.row_bytes + spare_bytes,
-        swap=num_host_blocks * block_bytes,
+        swap=num_host_blocks * block_bytes + num_host_slots * layout.row_bytes,
         tables=0
         if on_gpu
         else table_bytes(setup.max_num_seqs + 1, max_model_len, cache.block_size),
@@ -129,4 +133,4 @@ def choose_size(
     )
     if problem is not None:
         raise OutOfMemoryError(problem)
-    return CacheSize(num_blocks, num_host_blocks, max_model_len, num_state_slots)
+    return CacheSize(num_blocks, num_host_blocks, max_model_len, num_state_slots, num_host_slots)

@@ -37,6 +37,7 @@ def describe_worker(
         weight_bytes=loaded.weight_bytes,
         cache_bytes=size.num_blocks * layout.block_bytes,
         num_state_slots=size.num_state_slots,
+        num_host_slots=size.num_host_slots,
         world_size=setup.place.world.size,
         async_scheduling=device.type == "cuda" if wanted is None else wanted,
         attention_size=loaded.model.query_size,

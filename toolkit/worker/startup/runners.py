@@ -18,7 +18,7 @@ from toolkit.worker.batch_state import BatchState
 from toolkit.worker.drafter import Drafter, ModelDrafter, PromptLookup
 from toolkit.worker.features import FeatureRequests
 from toolkit.worker.graph_policy import GraphPolicy
-from toolkit.worker.kv_cache import KVCache, choose_cache_dtype
+from toolkit.worker.kv_cache import KVCache, RowStates, choose_cache_dtype
 from toolkit.worker.runner import Runner
 from toolkit.worker.startup import drafters
 from toolkit.worker.startup.cache_sizing import CacheSize
@@ -137,11 +137,21 @@ class RunnerFactory:
             caches.append(cache)
         elif wanted is not None and is_last:
             drafter = PromptLookup(wanted, kernels, state)
+        row_states = RowStates(
+            self._model,
+            self.layout.state_type,
+            num_slots=state.num_slots,
+            num_host_slots=size.num_host_slots,
+            most_drafts=policy.most_drafts,
+            tokens=state.state_tokens,
+            device=setup.device,
+        )
         sampler = StepSampler(self._model, state, kernels, policy, drafter)
         return Runner(
             self._model,
             self.backends,
             caches,
+            row_states,
             state,
             sampler,
             policy,
