@@ -136,6 +136,8 @@ class TritonKernels(Kernels):
         self.attend_short = windows.attend_short
         self.max_short_segment = windows.MOST_TOKENS
 
+        self.gate_rows = activation.gate_rows
+
         # Layers with a state for each request
         self.recurrent_step = step.RecurrentStep
         self.delta_net = delta_net.DeltaNet

@@ -57,6 +57,22 @@ def soft_cap_(logits: Tensor, cap: float) -> None:
     )
 
 
+def gate_rows(x: Tensor, gate: Tensor) -> None:
+    """Multiply x [rows, size] by sigmoid(gate), in place. Rows of `gate` may be apart."""
+    num_rows, size = x.shape
+    pdl = supported(x.device)
+    _gate_rows_kernel[(num_rows, -(-size // CHUNK))](
+        x,
+        gate,
+        gate.stride(0),
+        size,
+        CHUNK=CHUNK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+
+
 def check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"activation {kind!r} is not one of {', '.join(KINDS)}")
@@ -134,6 +150,20 @@ def _activation_kernel(
     if GATED:
         y *= tl.load(x_row + size + column, mask=live).to(tl.float32)
     tl.store(out_ptr + row * size + column, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _gate_rows_kernel(x_ptr, gate_ptr, stride, size, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Gate one chunk of one row."""
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    live = column < size
+    row = tl.program_id(0).to(tl.int64)
+    own = x_ptr + row * size + column
+    wait(PDL)
+    release(PDL)
+    x = tl.load(own, mask=live, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride + column, mask=live, other=0.0).to(tl.float32)
+    tl.store(own, (x * tl.sigmoid(gate)).to(x_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

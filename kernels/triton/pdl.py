@@ -59,6 +59,7 @@ _AFFINE = Early(constant=("weight_ptr", "bias_ptr"))
 
 EARLY = {
     "activation._activation_kernel": Early(),
+    "activation._gate_rows_kernel": Early(),
     "activation._soft_cap_kernel": Early(),
     "all_reduce._all_gather_kernel": Early(),
     "all_reduce._all_reduce_kernel": Early(),
@@ -80,7 +81,19 @@ EARLY = {
     ),
     "attention_kernels.merge_kernel": Early(step=("query_start_ptr",)),
     "convolution._convolution_step_kernel": Early(),
-    "delta_net._delta_step_kernel": Early(),
+    "delta_net._delta_step_kernel": Early(
+        constant=("kernel_ptr", "decay_ptr", "time_ptr", "norm_ptr"),
+        step=(
+            "start_ptr",
+            "length_ptr",
+            "read_ptr",
+            "write_ptr",
+            "keep_ptr",
+            "kept_ptr",
+            "state_ptr",
+        ),
+    ),
+    "delta_net._verify_kernel": Early(),
     "embedding._embed_kernel": Early(),
     "expert_kernels.down_kernel": Early(
         recent=("id_ptr", "table_ptr", "pair_ptr", "share_ptr"), fetched=("weight_ptr",)

@@ -430,7 +430,7 @@ def compile_recurrent() -> None:
     inputs = {"ROWS": 10, "WIDTH": 4}
     step = net | inputs | {"RATE": 2.0, "V_BLOCK": 128, "PDL": True}
     compile_kernel("delta net, one token", _delta_step_kernel, types, step, 4, 3)
-    step |= {"MOST": 4, "COUNT": 16, "EXACT": False}
+    step |= {"V_BLOCK": 64, "NORM_BLOCK": 128, "MOST": 4, "COUNT": 16, "EXACT": False}
     compile_kernel("delta net, drafts", _verify_kernel, types, step, 4, 3)
     chunks = net | {"CHUNK": 64, "EXACT": False}
     compile_kernel("delta net, systems", _solve_kernel, types, chunks | {"RATE": 1.0}, 1, 3)

@@ -97,6 +97,16 @@ def test_logits_are_capped_in_place(activations, device, dtype):
     torch.testing.assert_close(extreme.cpu(), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gates_multiply_rows(activations, device, dtype):
+    torch.manual_seed(0)
+    rows = torch.randn(3, 2500, device=device).to(dtype)
+    x, gate = rows[:, :1100].contiguous(), rows[:, 1400:]
+    expected = (x.double() * gate.double().sigmoid()).to(dtype)
+    activations.gate_rows(x, gate[:, :1100])
+    torch.testing.assert_close(x, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 def test_unsupported_inputs_are_errors(activations):
     with pytest.raises(ValueError, match="'tanh' is not one of silu"):
         activations.activation(torch.ones(2, 4), "tanh")

@@ -123,10 +123,13 @@ class AttentionMix(Mix):
         out: torch.Tensor = self.attn(qkv, batch)
         if gate is None:
             return out
-        if not out.is_cuda and cpu.available() and out.dtype in recurrent.DTYPES:
+        if isinstance(kernels := kernels_for(out.device), TritonKernels):
+            kernels.gate_rows(out, gate)
+        elif not out.is_cuda and cpu.available() and out.dtype in recurrent.DTYPES:
             recurrent.gate_rows(out, gate)
-            return out
-        return out * gate.sigmoid()
+        else:
+            out *= gate.sigmoid()
+        return out
 
     @property
     def kind(self) -> tuple[object, ...]:

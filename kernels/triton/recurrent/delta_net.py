@@ -30,7 +30,9 @@ from ..sizes import power_of_two
 from .convolution import convolve_prompts, remember, silu, taps_of
 from .step import RecurrentStep, drafts_of, snapshot_of, tokens_of
 
-VALUES_EACH = 32  # columns of a state that a program passes from chunk to chunk
+VALUES_VERIFIED = 64  # columns of a state that a program updates together
+VALUES_EACH = 32, 64  # columns of a state that a program passes from chunk to chunk: few, or many
+MANY_PROGRAMS = 256  # with many columns each
 _STAGE_BYTES = 60 << 10  # of `_scan_kernel`'s shared memory, with heads of 128
 _TILE = tl.constexpr(16)  # rows of a system that are solved one by one
 _EPS = tl.constexpr(EPS)
@@ -75,25 +77,32 @@ class DeltaNet:
         if step.has_prompts:
             self._compute_prompts(y, step, out)
         pdl = supported(y.device)
-        places = {"ROWS": self._inputs.shape[1], "WIDTH": self._width, "PDL": pdl}
-        sizes = self._sizes | {"RATE": self._rate, "V_BLOCK": self._block} | places
+        places = {"ROWS": self._inputs.shape[1], "WIDTH": self._width}
+        sizes = self._sizes | {"RATE": self._rate} | places
         weights = self._kernel, *self._gates, self._norm, self._eps
         given = y, y.stride(0), out, *weights, self._inputs, self._states, *step.requests
         grid = step.num_reqs, self._v_heads
         if step.most_verified == 1:
             warps = 4 if self._block <= 128 else 8
-            _delta_step_kernel[grid](*given, **sizes, num_warps=warps, launch_pdl=pdl)
+            block = {"V_BLOCK": self._block}
+            _delta_step_kernel[grid](
+                *given, **sizes, **block, PDL=pdl, num_warps=warps, launch_pdl=pdl
+            )
             return out
         most = 2 * step.most_verified - 1 + self._width - 1
         _verify_kernel[grid](
             *given,
             *step.drafts,
             **sizes,
+            V_BLOCK=min(max(16, self._block), VALUES_VERIFIED),
             MOST=step.most_verified,
+            NORM_BLOCK=self._block,
             COUNT=max(16, power_of_two(most)),
             EXACT=y.dtype == torch.float32,
-            num_warps=8,
+            PDL=pdl,
             launch_pdl=pdl,
+            num_warps=4,
+            num_stages=1,
         )
         return out
 
@@ -122,7 +131,9 @@ class DeltaNet:
             num_warps=1,
         )
         _reads_kernel[(chunks, heads)](mixed, totals, reads, step.chunks, **sizes, num_warps=4)
-        block = min(VALUES_EACH, max(16, self._block))
+        few, many = VALUES_EACH
+        is_many = step.num_reqs * heads * -(-self._v_size // many) >= MANY_PROGRAMS
+        block = min(many if is_many and not is_exact else few, max(16, self._block))
         _scan_kernel[(step.num_reqs, heads, -(-self._v_size // block))](
             mixed,
             totals,
@@ -137,7 +148,7 @@ class DeltaNet:
             V_BLOCK=block,
             MOST=step.most_verified,
             num_warps=4,
-            num_stages=1 if is_exact else _scan_stages(y.device),
+            num_stages=1 if is_exact else min(_scan_stages(y.device), 2 if block > few else 3),
         )
         _gated_norm_kernel[(chunks, heads)](
             out,
@@ -199,12 +210,9 @@ def _delta_step_kernel(
 
     Programs that share keys read the inputs that they have in common. None is replaced meanwhile: a
     new token's are kept in a row that no token before needs."""
-    wait(PDL)
-    release(PDL)
     request, head = tl.program_id(0), tl.program_id(1)
     first, count, position, read = tokens_of(request, start_ptr, length_ptr, read_ptr)
-    if count != 1:
-        return
+    is_one = count == 1
     KEYS: tl.constexpr = K_HEADS * K_SIZE
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     VALUES: tl.constexpr = V_HEADS * V_SIZE
@@ -216,7 +224,9 @@ def _delta_step_kernel(
     is_value = value < V_SIZE
     inside = head * MATRIX + key[:, None] * V_SIZE + value[None, :]
     live = (key < K_SIZE)[:, None] & is_value[None, :]
-    state = tl.load(state_ptr + read * SLOT + inside, mask=live & (position > 0), other=0.0)
+    state = tl.load(
+        state_ptr + read * SLOT + inside, mask=live & is_one & (position > 0), other=0.0
+    )
     state = state.to(tl.float32)
     write = tl.load(write_ptr + request).to(tl.int64)
     keep, kept = snapshot_of(request, position, position + 1, keep_ptr, kept_ptr)
@@ -231,6 +241,12 @@ def _delta_step_kernel(
     q_weights = tl.load(own_ptr + q_channel, mask=q_mask, other=0.0).to(tl.float32)
     k_weights = tl.load(own_ptr + KEYS + q_channel, mask=q_mask, other=0.0).to(tl.float32)
     v_weights = tl.load(own_ptr + v_channel, mask=v_mask, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
+    a_log, time = tl.load(decay_ptr + head), tl.load(time_ptr + head)
+    wait(PDL)
+    release(PDL)
+    if count != 1:
+        return
     token = first.to(tl.int64)
     row_ptr = y_ptr + token * stride
     gate_ptr = row_ptr + CHANNELS + VALUES + head
@@ -247,7 +263,7 @@ def _delta_step_kernel(
     v = silu(tl.sum(v_taps.to(tl.float32) * v_weights, 0)).to(dtype).to(tl.float32)
     q *= tl.rsqrt(tl.sum(q * q, 0) + _EPS) * (K_SIZE**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + _EPS)
-    decay = _decay(a.to(tl.float32), tl.load(decay_ptr + head), tl.load(time_ptr + head))
+    decay = _decay(a.to(tl.float32), a_log, time)
     decay = tl.exp(decay)
     beta = RATE * tl.sigmoid(b.to(tl.float32))
     update = (v - decay * tl.sum(state * k[:, None], 0)) * beta
@@ -261,7 +277,6 @@ def _delta_step_kernel(
     place = head * V_SIZE + value
     z = tl.load(row_ptr + CHANNELS + place, mask=is_value, other=0.0).to(tl.float32)
     unit = (out * tl.rsqrt(tl.sum(out * out, 0) / V_SIZE + eps)).to(dtype)
-    norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
     out = norm * unit.to(tl.float32) * silu(z)
     tl.store(out_ptr + token * VALUES + place, out.to(dtype), mask=is_value)
     q_live &= head % GROUP == 0
@@ -309,6 +324,7 @@ def _verify_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
     MOST: tl.constexpr,
+    NORM_BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -332,12 +348,8 @@ def _verify_kernel(
     MATRIX: tl.constexpr = K_SIZE * V_SIZE
     SLOT: tl.constexpr = V_HEADS * MATRIX
     BEFORE: tl.constexpr = WIDTH - 1
-    key, value = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
-    is_key, is_value = key < K_SIZE, value < V_SIZE
-    inside = head * MATRIX + key[:, None] * V_SIZE + value[None, :]
-    live = is_key[:, None] & is_value[None, :]
-    state = tl.load(state_ptr + read * SLOT + inside, mask=live & (begin > 0), other=0.0)
-    state = state.to(tl.float32)
+    key = tl.arange(0, K_BLOCK)
+    is_key = key < K_SIZE
     write = tl.load(write_ptr + request).to(tl.int64)
     keep, kept = snapshot_of(request, begin, written, keep_ptr, kept_ptr)
 
@@ -346,7 +358,6 @@ def _verify_kernel(
     is_token = (row >= BEFORE) & (position < end)
     is_new = is_token & (position >= start)
     q_channel = head // GROUP * K_SIZE + key
-    v_channel = 2 * KEYS + head * V_SIZE + value
     q, q_input = _convolved(
         y_ptr, stride, input_ptr, kernel_ptr, q_channel, is_key, position, is_token, first, start,
         end, read, CHANNELS, COLUMNS, ROWS, WIDTH,
@@ -354,10 +365,6 @@ def _verify_kernel(
     k, k_input = _convolved(
         y_ptr, stride, input_ptr, kernel_ptr, KEYS + q_channel, is_key, position, is_token, first,
         start, end, read, CHANNELS, COLUMNS, ROWS, WIDTH,
-    )  # fmt: skip
-    v, v_input = _convolved(
-        y_ptr, stride, input_ptr, kernel_ptr, v_channel, is_value, position, is_token, first, start,
-        end, read, CHANNELS, COLUMNS, ROWS, WIDTH,
     )  # fmt: skip
     dtype = q_input.dtype
     q = (q * tl.rsqrt(tl.sum(q * q, 1) + _EPS)[:, None]).to(dtype)
@@ -386,47 +393,68 @@ def _verify_kernel(
     reads = _dot(q, tl.trans(k), EXACT) * between * (K_SIZE**-0.5)
     reads = tl.where(is_before | is_same, reads, 0.0)
     since = tl.exp(total)[:, None]
-    rounded = state.to(dtype)
-    wanted = (v - _dot(k, rounded, EXACT) * since).to(dtype)
-    update = _dot(inverse.to(dtype), wanted, EXACT)
-    out = _dot(q, rounded, EXACT) * (since * (K_SIZE**-0.5))
-    out += _dot(reads.to(dtype), update.to(dtype), EXACT)
-    after = _state_after(state, k, update, total, position, written, EXACT)
-    after = after.to(state_ptr.dtype.element_ty)
-    tl.store(state_ptr + write * SLOT + inside, after, mask=live)
-    if kept > 0:
-        after = _state_after(state, k, update, total, position, kept, EXACT)
-        after = after.to(state_ptr.dtype.element_ty)
-        tl.store(state_ptr + keep * SLOT + inside, after, mask=live)
-
-    is_out = is_new[:, None] & is_value[None, :]
-    place = head * V_SIZE + value[None, :]
-    z_ptr = y_ptr + token[:, None] * stride + CHANNELS + place
-    z = tl.load(z_ptr, mask=is_out, other=0.0).to(tl.float32)
-    norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
-    out = out.to(dtype).to(tl.float32)
-    unit = (out * tl.rsqrt(tl.sum(out * out, 1) / V_SIZE + eps)[:, None]).to(dtype)
-    out = norm[None, :] * unit.to(tl.float32) * silu(z)
-    tl.store(out_ptr + token[:, None] * VALUES + place, out.to(dtype), mask=is_out)
-
     is_late = (position >= 0) & (position >= written - BEFORE) & (position < end)
     is_late &= (position >= start) | (read != write)
     is_kept = (position >= 0) & (position >= kept - BEFORE) & (position < kept)
-    q_live, v_live = (is_key & (head % GROUP == 0))[None, :], is_value[None, :]
     own = (write * ROWS + position % ROWS) * COLUMNS
     kept_own = (keep * ROWS + position % ROWS) * COLUMNS
+    squares = tl.zeros((COUNT,), tl.float32)
+    for v_first in range(0, V_SIZE, V_BLOCK):
+        value = v_first + tl.arange(0, V_BLOCK)
+        is_value = value < V_SIZE
+        inside = head * MATRIX + key[:, None] * V_SIZE + value[None, :]
+        live = is_key[:, None] & is_value[None, :]
+        state = tl.load(state_ptr + read * SLOT + inside, mask=live & (begin > 0), other=0.0)
+        state = state.to(tl.float32)
+        v_channel = 2 * KEYS + head * V_SIZE + value
+        v, v_input = _convolved(
+            y_ptr, stride, input_ptr, kernel_ptr, v_channel, is_value, position, is_token, first,
+            start, end, read, CHANNELS, COLUMNS, ROWS, WIDTH,
+        )  # fmt: skip
+        rounded = state.to(dtype)
+        wanted = (v - _dot(k, rounded, EXACT) * since).to(dtype)
+        update = _dot(inverse.to(dtype), wanted, EXACT)
+        out = _dot(q, rounded, EXACT) * (since * (K_SIZE**-0.5))
+        out += _dot(reads.to(dtype), update.to(dtype), EXACT)
+        after = _state_after(state, k, update, total, position, written, EXACT)
+        after = after.to(state_ptr.dtype.element_ty)
+        tl.store(state_ptr + write * SLOT + inside, after, mask=live)
+        v_live, v_ptr = is_value[None, :], input_ptr + v_channel[None, :]
+        tl.store(v_ptr + own[:, None], v_input, mask=v_live & is_late[:, None])
+        if kept > 0:
+            after = _state_after(state, k, update, total, position, kept, EXACT)
+            after = after.to(state_ptr.dtype.element_ty)
+            tl.store(state_ptr + keep * SLOT + inside, after, mask=live)
+            tl.store(v_ptr + kept_own[:, None], v_input, mask=v_live & is_kept[:, None])
+        out = out.to(dtype)
+        out_row = out_ptr + token[:, None] * VALUES + head * V_SIZE + value[None, :]
+        tl.store(out_row, out, mask=is_new[:, None] & v_live)
+        squares += tl.sum(out.to(tl.float32) * out.to(tl.float32), 1)
+
+    q_live = (is_key & (head % GROUP == 0))[None, :]
     q_ptr = input_ptr + q_channel[None, :]
-    v_ptr = input_ptr + v_channel[None, :]
     tl.store(q_ptr + own[:, None], q_input, mask=q_live & is_late[:, None])
     tl.store(q_ptr + own[:, None] + KEYS, k_input, mask=q_live & is_late[:, None])
-    tl.store(v_ptr + own[:, None], v_input, mask=v_live & is_late[:, None])
     own_ptr = input_ptr + own + CHANNELS + head
     tl.store(own_ptr, b, mask=is_late & is_token)
     tl.store(own_ptr + V_HEADS, a, mask=is_late & is_token)
     if kept > 0:
         tl.store(q_ptr + kept_own[:, None], q_input, mask=q_live & is_kept[:, None])
         tl.store(q_ptr + kept_own[:, None] + KEYS, k_input, mask=q_live & is_kept[:, None])
-        tl.store(v_ptr + kept_own[:, None], v_input, mask=v_live & is_kept[:, None])
+
+    tl.debug_barrier()  # outputs are read by other threads
+    value = tl.arange(0, NORM_BLOCK)
+    is_value = value < V_SIZE
+    is_out = is_new[:, None] & is_value[None, :]
+    place = head * V_SIZE + value[None, :]
+    out_row = out_ptr + token[:, None] * VALUES + place
+    out = tl.load(out_row, mask=is_out, other=0.0).to(tl.float32)
+    z_ptr = y_ptr + token[:, None] * stride + CHANNELS + place
+    z = tl.load(z_ptr, mask=is_out, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + value, mask=is_value, other=0.0).to(tl.float32)
+    unit = (out * tl.rsqrt(squares / V_SIZE + eps)[:, None]).to(dtype)
+    out = norm[None, :] * unit.to(tl.float32) * silu(z)
+    tl.store(out_row, out.to(dtype), mask=is_out)
 
 
 @triton.jit
