@@ -3,7 +3,7 @@
 The suite asks 300. A soak asks more, and kills the core every so many. Preempted requests are
 recomputed in a half of it, and swapped in the other, as far as the host has room:
 
-    python -m tests.models.random_states --requests 10000 --kill-every 3000
+    python -m tests.models.random_states --requests 10000 --kill-every 3000 --drafts
 
 A core that ends four times, each within a minute, is not started again.
 """
@@ -15,15 +15,20 @@ import asyncio
 import random
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
 import psutil
 
 from tests import checkpoints
 from tests.models.architectures import ARCHITECTURES
 from tests.references import Reference
 from toolkit import LLM, AsyncLLM, SamplingParams
+from toolkit.engine.front.input_processor import InputProcessor
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 SMALL: dict[str, Any] = {
@@ -36,6 +41,7 @@ SMALL: dict[str, Any] = {
 """Too few blocks and snapshots for all requests."""
 SWAP: dict[str, Any] = SMALL | {"swap_space": 0.0002}
 """The host has room for some of the preempted requests."""
+DRAFTS: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 CLIENTS = 24
 Request = tuple[list[int], SamplingParams]
 
@@ -59,6 +65,29 @@ def random_requests(count: int, seed: int) -> list[Request]:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         requests.append((prompt, params))
     return requests
+
+
+def with_predictions(requests: list[Request], answers: list[list[int]]) -> list[Request]:
+    """Return requests that predict their answers, with some wrong tokens.
+
+    `predictions_are_ids` has the engine take them."""
+    chance, found = random.Random(0), []
+    for (prompt, params), answer in zip(requests, answers, strict=True):
+        guess = [token if chance.random() < 0.8 else chance.randrange(250) for token in answer]
+        prediction = " ".join(map(str, guess))
+        found.append((prompt, msgspec.structs.replace(params, prediction=prediction)))
+    return found
+
+
+@contextmanager
+def predictions_are_ids() -> Iterator[None]:
+    """Take the words of predictions as token ids."""
+
+    def ids(_: InputProcessor, text: str | None) -> list[int]:
+        return [*map(int, text.split())] if text else []
+
+    with mock.patch.object(InputProcessor, "_tokenize_prediction", ids):
+        yield
 
 
 def answers(llm: LLM, requests: list[Request]) -> list[list[int]]:
@@ -105,6 +134,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--kill-every", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafts", action="store_true")
     given = parser.parse_args()
     requests = random_requests(given.requests, given.seed)
     half, found = len(requests) // 2, list[list[int]]()
@@ -112,12 +142,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         folder = checkpoints.save(hybrid(), Path(path))
         expected = answers_alone(folder, requests)
+        if given.drafts:
+            requests = with_predictions(requests, expected)
         for limits, some in ((SMALL, requests[:half]), (SWAP, requests[half:])):
-            found += asyncio.run(
-                answers_of_clients(
-                    folder, some, limits, kill_every=given.kill_every, seed=given.seed
-                )
+            limits = limits | DRAFTS if given.drafts else limits
+            clients = answers_of_clients(
+                folder, some, limits, kill_every=given.kill_every, seed=given.seed
             )
+            with predictions_are_ids():
+                found += asyncio.run(clients)
     num_kills = sum(count // given.kill_every for count in (half, len(requests) - half))
     left = sum(len(a) < len(b) for a, b in zip(found, expected, strict=True))
     wrong = [i for i, one in enumerate(found) if not one or one != expected[i][: len(one)]]

@@ -369,17 +369,22 @@ def test_swap_space_that_does_not_fit_is_refused_alike(checkpoint, capsys):
 
 
 def test_random_requests_equal_those_alone(folder):
-    """Preempted ones are recomputed in the first half, and partly swapped in the second."""
+    """Preempted ones are recomputed in the first half, and partly swapped in the second.
+
+    The second half has drafts, most of which are right."""
     requests = random_states.random_requests(300, seed=3)
+    expected = random_states.answers_alone(folder, requests)
+    guessing = random_states.with_predictions(requests[150:], expected[150:])
     found = []
     for limits, some in (
         (random_states.SMALL, requests[:150]),
-        (random_states.SWAP, requests[150:]),
+        (random_states.SWAP | random_states.DRAFTS, guessing),
     ):
         llm = LLM(str(folder), **SETTINGS, **limits)
         num_preempted, num_swapped = count_preempted(llm)
         num_hits = engines.count_stats(llm, "prefix_cache_hits")
-        found += random_states.answers(llm, some)
+        with random_states.predictions_are_ids():
+            found += random_states.answers(llm, some)
         llm.shutdown()
         assert num_hits() > 2500
         if limits is random_states.SMALL:
@@ -387,15 +392,18 @@ def test_random_requests_equal_those_alone(folder):
             assert not num_swapped()
         else:
             assert num_preempted() - 10 > num_swapped() > 10
-    assert found == random_states.answers_alone(folder, requests)
+    assert found == expected
 
 
 async def test_clients_that_leave_and_a_killed_core_change_no_answer(folder, forked_processes):
     requests = random_states.random_requests(60, seed=4)
     expected = random_states.answers_alone(folder, requests)
-    found = await random_states.answers_of_clients(
-        folder, requests, random_states.SWAP, kill_every=40, seed=4
-    )
+    requests = random_states.with_predictions(requests, expected)
+    limits = random_states.SWAP | random_states.DRAFTS
+    with random_states.predictions_are_ids():
+        found = await random_states.answers_of_clients(
+            folder, requests, limits, kill_every=40, seed=4
+        )
     assert all(found)
     assert found == [one[: len(own)] for one, own in zip(expected, found, strict=True)]
     assert any(len(own) < len(one) for one, own in zip(expected, found, strict=True))

@@ -33,6 +33,7 @@ OFF = {
     "_remove_final_layer_norm": "refused",
     "tie_word_embeddings": "the same code in all",
     "use_bidirectional_attention": "refused",
+    "mtp_num_hidden_layers": "drafts only",
     "use_mtp": "drafts only",
     "gpt_bigcode.scale_attn_by_inverse_layer_idx": "refused",
     "gptj.scale_attn_by_inverse_layer_idx": "not read, as in Transformers",
