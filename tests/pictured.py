@@ -348,7 +348,7 @@ def logprobs(name: str, asked: Asked, tokens: Sequence[int]) -> list[float]:
     query = f"logprobs {_digest([asked.token_ids, asked.pictures, list(tokens), _settings(name)])}"
 
     def compute(model: Any) -> torch.Tensor:
-        inputs, token_ids = _INPUTS[MODELS[name][0]](asked, name)
+        inputs, token_ids = inputs_of(name, asked)
         ids = torch.tensor([[*token_ids, *tokens]])
         kinds = {"mm_token_type_ids": (ids == PICTURE).int()} if "Qwen" in MODELS[name][0] else {}
         with torch.no_grad():
@@ -428,7 +428,7 @@ def _settings(name: str) -> dict[str, Any]:
 def _generate(model: Any, name: str, asked: Asked, *, both_ways: bool = True) -> list[int]:
     inputs, token_ids = {}, asked.token_ids
     if asked.pictures:
-        inputs, token_ids = _INPUTS[MODELS[name][0]](asked, name)
+        inputs, token_ids = inputs_of(name, asked)
     ids = torch.tensor([token_ids])
     given = {"attention_mask": torch.ones_like(ids), **inputs}
     with torch.no_grad():
@@ -548,6 +548,11 @@ _INPUTS: dict[str, Callable[[Asked, str], Inputs]] = {
 }  # fmt: skip
 """Functions that return Transformers' inputs for pictures, and the prompt with all of their
 tokens; by class."""
+
+
+def inputs_of(name: str, asked: Asked) -> Inputs:
+    """Return Transformers' inputs for a prompt's pictures, and the prompt with all their tokens."""
+    return _INPUTS[MODELS[name][0]](asked, name)
 
 
 class InlinePool:

@@ -20,6 +20,7 @@ from toolkit.models import architectures
 OFF = {
     "alibi": "refused",
     "are_stacked": "of the tensors: `test_hybrids`",
+    "drafts_are_stacked": "of the tensors: `test_mtp_of_hybrids`",
     "attn_logit_softcapping": "refused in Gemma 3",
     "add_cross_attention": "refused",
     "do_layer_norm_before": "refused",
@@ -34,6 +35,7 @@ OFF = {
     "_remove_final_layer_norm": "refused",
     "tie_word_embeddings": "the same code in all",
     "use_bidirectional_attention": "refused",
+    "mtp_use_dedicated_embeddings": "drafts only",
     "use_mtp": "drafts only",
     "gpt_bigcode.scale_attn_by_inverse_layer_idx": "refused",
     "gptj.scale_attn_by_inverse_layer_idx": "not read, as in Transformers",

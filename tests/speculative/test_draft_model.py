@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import pictured
 from tests.checkpoints import VOCAB, edit_json, make_model, save
 from tests.speculative.drafting import (
     SETTINGS,
@@ -22,6 +23,7 @@ from tests.speculative.drafting import (
 from toolkit import LLM, LoRARequest, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.config.engine import MEMORY_VARIABLE
+from toolkit.engine.front import pictures
 from toolkit.errors import ConfigError, ModelNotFoundError, OutOfMemoryError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.checkpoint import read_folder
@@ -336,3 +338,20 @@ def test_too_little_memory_for_both_is_reported(target_folder: Path, monkeypatch
     monkeypatch.setenv(MEMORY_VARIABLE, str(int(1.5 * need)))
     with pytest.raises(OutOfMemoryError, match="weights of the model and its drafter take"):
         drafting_engine(target_folder, target_folder)
+
+
+def test_drafter_reads_the_tokens_of_pictures_as_text(tmp_path, monkeypatch):
+    """The model has these tokens at positions on several axes, which the drafter has not."""
+    monkeypatch.setattr(pictures, "PicturePool", pictured.InlinePool)
+    folder = pictured.save("qwen2.5-vl", tmp_path / "seeing")
+    drafter = save_llama(tmp_path / "text", num_hidden_layers=1)
+    prompts, asked = pictured.prompts(pictured.ASKED), SamplingParams(**GREEDY)
+    found = []
+    for one in (None, drafter):
+        llm = drafting_engine(folder, one, max_num_batched_tokens=24)
+        with logged_steps(llm) as log:
+            outputs = llm.generate(prompts, asked, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        llm.shutdown()
+    assert found[0] == found[1]
+    assert log.num_drafts > 10

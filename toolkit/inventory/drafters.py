@@ -15,6 +15,7 @@ from toolkit.models.eagle import (
     describe_eagle,
     describe_own_layer,
 )
+from toolkit.weights.names import text_name
 
 
 def drafter_of(checkpoint: Checkpoint, engine: EngineConfig) -> Drafting | None:
@@ -51,7 +52,11 @@ def _own_layer(checkpoint: Checkpoint, most: int) -> Drafting:
     found = describe_own_layer(described) if isinstance(described, Decoder) else None
     if found is None:
         raise _error(f"{checkpoint.name} has no layer that drafts")
-    parameters = list(found.own.parameters(found.hidden_size))
+    own = found.own.product.name
+    names = [text_name(tensor.name) for tensor in checkpoint.tensors]
+    if names and not any(name.startswith(own) for name in names):
+        raise _error(f"{checkpoint.name} has no tensors of the layer that drafts ({own})")
+    parameters = list(found.own.parameters(found.hidden_size, found.vocab_size))
     hidden, packings = found.hidden_size, checkpoint.packings
     return Drafting(most, found.memory, parameters, hidden, num_states=1, packings=packings)
 

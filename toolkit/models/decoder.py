@@ -177,11 +177,15 @@ class Decoder(CausalLM):
         x: torch.Tensor = self.embed(token_ids)
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
-        if (features := batch.features) is not None:
-            self._place_rows(x, features.table, features.index, 0, adds=False)
+        self.place_features(x, batch)
         if self.description.positions is not None:
             x = x + self.embed_positions(batch.positions + self.description.positions.first)
         return x
+
+    def place_features(self, x: torch.Tensor, batch: AttentionBatch) -> None:
+        """Set the embeddings [num_tokens, hidden] of tokens that stand for features."""
+        if (features := batch.features) is not None:
+            self._place_rows(x, features.table, features.index, 0, adds=False)
 
     def _run_layers(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Run this stage's layers, and the norm on the last stage."""

@@ -494,7 +494,7 @@ class DraftLayer:
     """A layer after the last that guesses tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
     It reads a product of the norms of a token's embedding and of the hidden state before it. The
-    embedding table and the output head are the model's."""
+    output head is the model's."""
 
     name: str  # of its tensors
     layer: Layer
@@ -503,9 +503,18 @@ class DraftLayer:
     product: Source
     norm: Norm  # before the head
     unread: tuple[str, ...]  # copies of the model's tensors, after `name`
+    others: tuple[str, ...] = ()  # beginnings of the names of tensors of further layers
+    embed: str | None = None  # name of its embedding table; None: it reads the model's
+    passes_norm: bool = False
+    """The next draft reads the output of `norm`. False: it reads the residual stream before it."""
 
-    def parameters(self, hidden: int) -> Iterator[Parameter]:
-        """Yield the tensors of a checkpoint."""
+    def parameters(self, hidden: int, vocab_size: int) -> Iterator[Parameter]:
+        """Return the tensors of a checkpoint, each once."""
+        return _unique(self._parameters(hidden, vocab_size))
+
+    def _parameters(self, hidden: int, vocab_size: int) -> Iterator[Parameter]:
+        if self.embed is not None:
+            yield Parameter(f"{self.embed}.weight", (vocab_size, hidden), "embedding")
         yield Parameter(self.product.tensor("weight"), (hidden, 2 * hidden), "linear")
         for norm in (self.embed_norm, self.hidden_norm, self.norm):
             yield from _norm_parameters(norm, None)
@@ -565,12 +574,8 @@ class Decoder:
         return any(isinstance(mix, Experts) for mix in self.mixes)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield the tensors of a checkpoint, each once."""
-        seen = set()
-        for parameter in self._parameters():
-            if parameter.name not in seen:
-                seen.add(parameter.name)
-                yield parameter
+        """Return the tensors of a checkpoint, each once."""
+        return _unique(self._parameters())
 
     def _parameters(self) -> Iterator[Parameter]:
         hidden = self.hidden_size
@@ -586,6 +591,15 @@ class Decoder:
             yield Parameter("lm_head.weight", (self.vocab_size, hidden), "head")
         if self.head.bias:
             yield Parameter("lm_head.bias", (self.vocab_size,), "vector")
+
+
+def _unique(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
+    """Yield the first parameter of each name: several projections may be in one tensor."""
+    seen = set()
+    for one in parameters:
+        if one.name not in seen:
+            seen.add(one.name)
+            yield one
 
 
 def _branch_parameters(branch: Branch, hidden: int, index: int) -> Iterator[Parameter]:

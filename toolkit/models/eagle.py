@@ -59,7 +59,8 @@ class OwnLayer(Eagle):
     """A layer of the model's own checkpoint, which drafts. fc is its product."""
 
     own: DraftLayer
-    others: tuple[str, ...]  # beginnings of the names of the model's other tensors
+    others: tuple[str, ...]  # parts of the names of the checkpoint's other tensors
+    axes: tuple[int, ...]  # see `Decoder.axes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,11 @@ def describe_own_layer(model: Decoder) -> OwnLayer | None:
     if own is None:
         return None
     layers = (f"{model.layers_name}.{index}." for index in range(len(model.layers)))
-    others = f"{model.embed}.", f"{model.norm.name}.", *layers
-    return OwnLayer(model.hidden_size, model.vocab_size, (own.layer,), False, own, others)
+    unused = (name for name in model.unused if not f"{own.name}.".startswith(name))
+    others = f"{model.embed}.", f"{model.norm.name}.", *layers, *own.others, *unused
+    return OwnLayer(
+        model.hidden_size, model.vocab_size, (own.layer,), False, own, others, model.axes
+    )
 
 
 def describe_eagle(

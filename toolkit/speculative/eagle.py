@@ -35,7 +35,8 @@ class EagleModel(Model):
         """`target_size`: the model's hidden size."""
         hidden = description.hidden_size
         super().__init__(description.vocab_size, hidden)
-        self.rope = RotaryTables(description.ropes, max_model_len)
+        axes = description.axes if isinstance(description, OwnLayer) else ()
+        self.rope = RotaryTables(description.ropes, max_model_len, axes)
         source = description.own.product if isinstance(description, OwnLayer) else Source("fc")
         self.fc = Linear(self._fc_size(target_size), hidden, source, bias=description.has_bias)
         self._make_layers(description)
@@ -61,7 +62,8 @@ class EagleModel(Model):
         """Return (input of the output head, features of the next position).
 
         Of `batch.wanted` tokens, or of all. embeddings, features: [num_tokens, hidden]."""
-        batch.rope = self.rope.take(batch.positions)
+        positions = batch.rope_positions
+        batch.rope = self.rope.take(batch.positions if positions is None else positions)
         stream = self._begin(embeddings, features, batch)
         (out,) = stream.read(self.last)
         assert isinstance(out, torch.Tensor)
@@ -97,6 +99,17 @@ class OwnLayerModel(EagleModel):
         assert isinstance(description, OwnLayer)
         super().__init__(description, target_size, max_model_len)
         self._own, self.unused = description.own, description.others
+        if self._own.embed is not None:
+            self.has_embedding = True
+            self.embed = VocabularyEmbedding(
+                self._own.embed, description.vocab_size, self.hidden_size
+            )
+
+    def forward(
+        self, embeddings: torch.Tensor, features: torch.Tensor, batch: AttentionBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, residual = super().forward(embeddings, features, batch)
+        return out, out if self._own.passes_norm else residual
 
     def _make_layers(self, description: Eagle) -> None:
         assert isinstance(description, OwnLayer)
@@ -191,6 +204,7 @@ class EagleNetwork:
         target.taps = taps
         self.hidden_size = self.feature_size = model.hidden_size
         self.dtype, self._device = model.dtype, next(model.parameters()).device
+        self.reads_features = isinstance(model, OwnLayerModel)
         self._embed = model.embed if model.has_embedding else target.embed
         self._tokens: torch.Tensor | None = None
         """The model's tokens, by the drafter's."""
@@ -214,7 +228,9 @@ class EagleNetwork:
     def run(
         self, token_ids: torch.Tensor, batch: AttentionBatch, features: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden, features = self.model(self._embed(token_ids), features, batch)
+        embeddings = self._embed(token_ids)
+        self._target.place_features(embeddings, batch)
+        hidden, features = self.model(embeddings, features, batch)
         return hidden, features
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,9 @@ class Network(Protocol):
     hidden_size: int  # of the input of `logits`
     feature_size: int  # of what a position passes on to the next draft's; 0: nothing
     dtype: torch.dtype
+    reads_features: bool
+    """True: it reads the embeddings and the positions that features' tokens have in the model.
+    False: it reads their token ids, at their places in the prompt."""
 
     @property
     def model(self) -> Model:
@@ -49,6 +52,7 @@ class DraftModel:
 
     ahead = 0
     feature_size = 0
+    reads_features = False
 
     def __init__(self, model: CausalLM, vocab_size: int) -> None:
         """`vocab_size`: of the model that verifies. Both may have padding."""

@@ -378,6 +378,14 @@ class BatchState:
 
     # ---- for a drafter, after the step
 
+    def shifted(self, batch: AttentionBatch) -> torch.Tensor | None:
+        """Return positions for the rotation, of a token of each row after its features.
+
+        None: they are those of the tokens."""
+        if self._shifts is None:
+            return None
+        return (batch.positions + self._shifts[0][batch.rows]).clamp_(min=0)
+
     def observed(self, shape: StepShape, ahead: int) -> tuple[torch.Tensor, AttentionBatch]:
         """Return the inputs of the step that was sent last, once its tokens are accepted.
 

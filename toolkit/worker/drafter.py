@@ -20,6 +20,7 @@ from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import IntArray
 from toolkit.speculative.network import Network
 from toolkit.worker.batch_state import BatchState
+from toolkit.worker.features import FeatureRequests
 from toolkit.worker.graph_policy import GraphPolicy, StepShape
 
 NO_DRAFT = -1
@@ -133,9 +134,12 @@ class ModelDrafter:
         limit: int,
         *,
         is_capturable: bool,
+        features: FeatureRequests | None = None,
     ) -> None:
-        """`limit`: positions that the network can compute."""
+        """`limit`: positions that the network can compute; `features`: those of the requests, with
+        the embeddings after tokens if the network reads features."""
         self.is_capturable = is_capturable
+        self._requests = features if network.reads_features else None
         self._network, self._state, self._sample = network, state, kernels.sample
         self._limit, self._max_model_len = limit, policy.max_model_len
         num_reqs, device = len(state.rows_sent), state.device
@@ -231,6 +235,10 @@ class ModelDrafter:
     def _observe(self, shape: StepShape) -> None:
         network, n = self._network, shape.num_reqs
         token_ids, batch = self._limited(*self._state.observed(shape, network.ahead))
+        if self._requests is None:
+            batch.rope_positions = None
+        elif self._requests.has_tokens or not shape.samples_all:  # as the model's step
+            self._requests.place(batch, ahead=True)
         features = network.features(slice(shape.num_tokens))
         hidden, features = network.run(token_ids, batch, features)
         self._hidden[:n] = hidden
@@ -244,6 +252,8 @@ class ModelDrafter:
         tables = state.sampling.floats, state.sampling.ints, state.token_ids
         for nth, drafts in enumerate(self._drafts):
             inputs, batch = state.before_draft(nth, n, network.ahead, *limits)
+            if self._requests is not None:
+                batch.rope_positions = state.shifted(batch)
             if nth >= network.ahead:  # `_observe` has computed the others
                 hidden, features = network.run(inputs.token_ids, batch, features)
             logits = network.logits(hidden)

@@ -62,6 +62,9 @@ class FeatureTable:
         self._pages[load.digest] = np.array(load.pages)
         return self.places(load.digest, np.arange(self.encoder.num_rows(load.grid)))
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._pages
+
     def places(self, digest: bytes, rows: Ints) -> Ints:
         """Return the table's rows with these rows of a feature."""
         pages = self._pages[digest]
@@ -83,20 +86,28 @@ class FeatureRequests:
         has_axes: bool,
         both_ways: bool,
         table: FeatureTable | None,
+        looks_ahead: bool = False,
     ) -> None:
         """has_axes: tokens of features have positions on several axes; both_ways: they may see each
-        other."""
+        other; looks_ahead: a drafter reads the embedding after each token."""
         self.table, self._has_axes, self._both_ways = table, has_axes, both_ways
         self._device = device
         self._features: dict[int, tuple[Feature, ...]] = {}  # by row
         self._axes: dict[int, Ints] = {}  # positions of the tokens up to the last feature's end
         self._ends = np.zeros(num_rows, np.int64)
         """Positions after the last feature's last token, by row."""
-        shape = 1 + 3 * has_axes + both_ways, max_tokens
+        self._last = 1 + 3 * has_axes
+        self._next = self._last + both_ways if looks_ahead else 0
+        shape = self._last + both_ways + looks_ahead, max_tokens
         self._inputs = torch.full(shape, -1, dtype=torch.int32, device=device)
-        """Rows of the table, positions on three axes, and that of a run's last token; -1: the token
-        has none of its own."""
+        """Rows of the table, positions on three axes, that of a run's last token (`_last`), and the
+        table's rows of the tokens after (`_next`); -1: the token has none of its own."""
         self._is_empty = True
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if the step that was sent last has a token before a feature's end."""
+        return not self._is_empty
 
     def apply(self, step: SchedulerOutput) -> None:
         """Compute the features that a step loads, and note its new rows."""
@@ -128,11 +139,14 @@ class FeatureRequests:
             offset = int(ends[index]) - last
             if self.table is not None:
                 self._add_places(inputs[0], self.table, row, (first, last), offset)
+                if self._next:
+                    after = (first + 1, last + 1)
+                    self._add_places(inputs[self._next], self.table, row, after, offset - 1)
             if self._has_axes:
                 found = self._axes[row][:, first:last]
                 inputs[1:4, offset + first : offset + first + found.shape[1]] = found
             if self._both_ways:
-                self._add_last(inputs[-1], row, (first, last), offset)
+                self._add_last(inputs[self._last], row, (first, last), offset)
         self._inputs.copy_(to_device(torch.from_numpy(inputs), self._device), non_blocking=True)
         self._is_empty = False
         return True
@@ -140,10 +154,12 @@ class FeatureRequests:
     def _add_places(
         self, inputs: Ints, table: FeatureTable, row: int, span: tuple[int, int], offset: int
     ) -> None:
-        """Set the table's rows of a request's tokens of these positions."""
+        """Set the table's rows of a request's tokens of these positions.
+
+        A feature may begin after the step, and not be in the table yet."""
         for feature in self._features[row]:
             done = 0
-            for begin, count in feature.runs:
+            for begin, count in feature.runs if feature.digest in table else ():
                 found = np.arange(max(begin, span[0]), min(begin + count, span[1]))
                 if len(found):
                     inputs[found + offset] = table.places(feature.digest, found - begin + done)
@@ -158,15 +174,15 @@ class FeatureRequests:
                     assert end == begin + count, "a step computes all of a run"
                     inputs[first + offset : end + offset] = end - 1
 
-    def place(self, batch: AttentionBatch) -> None:
-        """Add the inputs to a step's other ones."""
+    def place(self, batch: AttentionBatch, *, ahead: bool = False) -> None:
+        """Add the inputs to a step's other ones. `ahead`: with embeddings of the tokens after."""
         num_tokens = len(batch.positions)
         inputs = self._inputs[:, :num_tokens]
         if self.table is not None:
-            batch.features = FeatureRows(inputs[0], self.table.rows)
+            batch.features = FeatureRows(inputs[self._next if ahead else 0], self.table.rows)
         if self._has_axes:
             assert batch.rope_positions is not None, "the model has positions on several axes"
             own = inputs[1:4]
             batch.rope_positions = torch.where(own < 0, batch.rope_positions, own)
         if self._both_ways:
-            batch.last_key = torch.maximum(batch.positions, inputs[-1])
+            batch.last_key = torch.maximum(batch.positions, inputs[self._last])

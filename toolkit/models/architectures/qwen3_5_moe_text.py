@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from toolkit.models.architectures.qwen3_5_text import plain_net
-from toolkit.models.architectures.qwen3_next import HybridConfig, hybrid_decoder, shared_experts
+from toolkit.models.architectures.qwen3_next import (
+    HybridConfig,
+    find_stacks,
+    hybrid_decoder,
+    shared_experts,
+)
 from toolkit.models.config.model_config import Size
 from toolkit.models.describe import Decoder
 
@@ -21,6 +26,7 @@ class Config(HybridConfig, kw_only=True):
     norm_topk_prob: bool = True  # whatever the file says
     are_stacked: bool = True
     """All experts of a layer are one tensor. Not in the file."""
+    drafts_are_stacked: bool = True  # those of layers that draft. Not in the file
 
     reads_shapes: ClassVar[bool] = True
 
@@ -29,7 +35,7 @@ class Config(HybridConfig, kw_only=True):
         self.norm_topk_prob = True
 
     def read_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.are_stacked = any(name.endswith(".experts.gate_up_proj") for name in shapes)
+        self.are_stacked, self.drafts_are_stacked = find_stacks(shapes)
 
 
 def describe(config: Config) -> Decoder:

@@ -1,11 +1,22 @@
 """Qwen3-Next (Qwen Team, 2025): gated delta nets, every fourth layer gated attention; experts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from toolkit.models.config.model_config import DecoderConfig, Size, require
-from toolkit.models.describe import MLP, Attention, Decoder, DeltaNet, Experts, HeadNorm, Layer
+from toolkit.models.describe import (
+    MLP,
+    Attention,
+    Decoder,
+    DeltaNet,
+    DraftLayer,
+    Experts,
+    HeadNorm,
+    Layer,
+    Mix,
+    Norm,
+)
 from toolkit.models.parts import (
     attention,
     decoder,
@@ -19,6 +30,8 @@ from toolkit.weights.source import Source, consecutive, grouped
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 LINEAR, FULL = "linear_attention", "full_attention"
+_DRAFTS = "mtp."
+"""Beginning of the names of the tensors of layers that draft."""
 
 
 class DeltaNetConfig(DecoderConfig, kw_only=True):
@@ -67,8 +80,10 @@ class HybridConfig(DeltaNetConfig, kw_only=True):
     head_dim: Size | None = 256
     max_position_embeddings: Size = 32768
     partial_rotary_factor: float | None = 0.25
-    mtp_num_hidden_layers: int = 0
-    """Layers that propose tokens. The decoder has none of them."""
+    mtp_num_hidden_layers: int = 1
+    """Layers after the last, which only draft: the method mtp reads the first."""
+    mtp_use_dedicated_embeddings: bool = False
+    """True: layers that draft have an embedding table of their own."""
 
 
 class Config(HybridConfig, kw_only=True):
@@ -83,15 +98,22 @@ class Config(HybridConfig, kw_only=True):
     decoder_sparse_step: Size = 1
     """Every so manyth layer has experts, the others an MLP. So do those of `mlp_only_layers`."""
     mlp_only_layers: list[int] | None = None
+    num_nextn_predict_layers: int | None = None  # other spelling of `mtp_num_hidden_layers`
     has_split_inputs: bool = False
     """Inputs of delta nets are two tensors, q | k | v and z, by part (GGUF). Not in the file."""
     are_stacked: bool = False
     """All experts of a layer are one tensor, as Transformers has them. Not in the file."""
+    drafts_are_stacked: bool = False  # those of layers that draft. Not in the file
 
     reads_shapes: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_nextn_predict_layers is not None:
+            self.mtp_num_hidden_layers = self.num_nextn_predict_layers
+
     def read_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.are_stacked = any(name.endswith(".experts.gate_up_proj") for name in shapes)
+        self.are_stacked, self.drafts_are_stacked = find_stacks(shapes)
 
     def has_experts(self, index: int) -> bool:
         is_dense = index in (self.mlp_only_layers or ()) or not self.num_experts
@@ -121,16 +143,35 @@ def describe(config: Config) -> Decoder:
 def hybrid_decoder(config: Any, net: Any, mlp: Any) -> Decoder:
     """Describe a decoder. net(name): a delta net; mlp(name, index): what follows."""
 
+    def norm(name: str) -> Norm:
+        return rms_norm(config, name, offset=1.0)
+
+    def layer_of(name: str, mix: Mix, index: int) -> Layer:
+        norms = norm(f"{name}.input_layernorm"), norm(f"{name}.post_attention_layernorm")
+        return pre_norm(mix, norms[0], mlp(f"{name}.mlp", index), norms[1])
+
     def layer(name: str, index: int) -> Layer:
         is_linear = config.layer_types[index] == LINEAR
-        return pre_norm(
-            net(f"{name}.linear_attn") if is_linear else gated_attention(config, name),
-            rms_norm(config, f"{name}.input_layernorm", offset=1.0),
-            mlp(f"{name}.mlp", index),
-            rms_norm(config, f"{name}.post_attention_layernorm", offset=1.0),
-        )
+        mix = net(f"{name}.linear_attn") if is_linear else gated_attention(config, name)
+        return layer_of(name, mix, index)
 
-    return decoder(config, layer, rms_norm(config, "model.norm", offset=1.0), unused=("mtp.",))
+    drafting, name = None, f"{_DRAFTS}layers.0"
+    if config.mtp_num_hidden_layers > 0:
+        drafting = DraftLayer(
+            name=_DRAFTS.rstrip("."),
+            layer=layer_of(name, gated_attention(config, name), 0),
+            embed_norm=norm(f"{_DRAFTS}pre_fc_norm_embedding"),
+            hidden_norm=norm(f"{_DRAFTS}pre_fc_norm_hidden"),
+            product=Source(f"{_DRAFTS}fc"),
+            norm=norm(f"{_DRAFTS}norm"),
+            unread=(),
+            others=tuple(
+                f"{_DRAFTS}layers.{nth}." for nth in range(1, config.mtp_num_hidden_layers)
+            ),
+            embed=f"{_DRAFTS}embed_tokens" if config.mtp_use_dedicated_embeddings else None,
+            passes_norm=True,
+        )
+    return decoder(config, layer, norm("model.norm"), unused=(_DRAFTS,), draft_layer=drafting)
 
 
 def gated_attention(config: Any, name: str) -> Attention:
@@ -182,7 +223,8 @@ def delta_net(config: Any, name: str, **options: Any) -> DeltaNet:
 
 def shared_experts(config: Any, name: str) -> Experts:
     """Describe experts, and a gated one for all tokens."""
-    size = config.shared_expert_intermediate_size
+    size, is_draft = config.shared_expert_intermediate_size, name.startswith(_DRAFTS)
+    is_stacked = config.drafts_are_stacked if is_draft else config.are_stacked
     return gated_experts(
         config,
         name,
@@ -191,12 +233,17 @@ def shared_experts(config: Any, name: str) -> Experts:
         renormalizes=config.norm_topk_prob,
         shared=replace(gated_mlp(config, f"{name}.shared_expert"), size=size),
         shared_gate=Source(f"{name}.shared_expert_gate"),
-        **(
-            expert_stacks(f"{name}.experts", config.moe_intermediate_size)
-            if config.are_stacked
-            else {}
-        ),
+        **(expert_stacks(f"{name}.experts", config.moe_intermediate_size) if is_stacked else {}),
     )
+
+
+def find_stacks(names: Iterable[str]) -> tuple[bool, bool]:
+    """Return whether all experts of a layer are one tensor: in the decoder, in layers that draft.
+
+    names: of a checkpoint's tensors."""
+    found = [name for name in names if name.endswith(".experts.gate_up_proj")]
+    drafts = [name for name in found if name.startswith(_DRAFTS)]
+    return len(found) > len(drafts), bool(drafts)
 
 
 def _group(config: Any) -> int:

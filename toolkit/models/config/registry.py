@@ -33,7 +33,7 @@ from toolkit.weights.names import TOWERS
 
 MAX_LAYER_EXPERTS = 2**18
 """Most experts in all layers; the largest models have 30,000."""
-_LAYERS = re.compile(r"(n|num)_(\w+_)?layers?")
+_LAYERS = re.compile(r"(\w+_)?(n|num)_(\w+_)?layers?")
 _EXPERTS = re.compile(r"(\w+_)?(n|num)_(\w+_)?experts")
 
 

@@ -129,11 +129,12 @@ class RunnerFactory:
                 has_axes=self._has_axes,
                 both_ways=self._both_ways,
                 table=self._table,
+                looks_ahead=self._drafter is not None and self._drafter.network.reads_features,
             )
         caches = [self._cache(self.layout, size, size.num_blocks)]
         drafter: Drafter | None = None
         if self._drafter is not None:
-            drafter, cache = self._model_drafter(self._drafter, state, policy, size)
+            drafter, cache = self._model_drafter(self._drafter, state, policy, size, features)
             caches.append(cache)
         elif wanted is not None and is_last:
             drafter = PromptLookup(wanted, kernels, state)
@@ -171,7 +172,12 @@ class RunnerFactory:
         )
 
     def _model_drafter(
-        self, loaded: drafters.Loaded, state: BatchState, policy: GraphPolicy, size: CacheSize
+        self,
+        loaded: drafters.Loaded,
+        state: BatchState,
+        policy: GraphPolicy,
+        size: CacheSize,
+        features: FeatureRequests | None,
     ) -> tuple[ModelDrafter, KVCache]:
         """Return a drafter with a model, and its cache, which has a few more blocks."""
         spare = loaded.spare_blocks(self._block_size)
@@ -187,6 +193,7 @@ class RunnerFactory:
             policy,
             min(loaded.limit, size.max_model_len),
             is_capturable=backends.is_capturable and not loaded.model.may_synchronize,
+            features=features,
         )
         return drafter, cache
 
