@@ -431,7 +431,9 @@ def compile_recurrent() -> None:
     step = net | inputs | {"RATE": 2.0, "V_BLOCK": 128, "PDL": True}
     compile_kernel("delta net, one token", _delta_step_kernel, types, step, 4, 3)
     step |= {"V_BLOCK": 64, "NORM_BLOCK": 128, "MOST": 4, "COUNT": 16, "EXACT": False}
-    compile_kernel("delta net, drafts", _verify_kernel, types, step, 4, 3)
+    compile_kernel("delta net, drafts", _verify_kernel, types, step, 4, 1)
+    most = {"MOST": 17, "COUNT": 64, "ROWS": 36}
+    compile_kernel("delta net, most drafts", _verify_kernel, types, step | most, 8, 1)
     chunks = net | {"CHUNK": 64, "EXACT": False}
     compile_kernel("delta net, systems", _solve_kernel, types, chunks | {"RATE": 1.0}, 1, 3)
     matrices = types | {"read_ptr": "*bf16"}

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import checkpoints, engines
 from tests.models import random_states
 from tests.speculative.drafting import few_measured_steps, logged_steps
 from toolkit import LLM, SamplingParams
+from toolkit.attention import StateRows
 from toolkit.kernels.table import TritonKernels
+from toolkit.worker.batch_state import BatchState
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 SETTINGS = {
@@ -113,6 +116,26 @@ def test_drafts_change_nothing(folders, without_drafts, predictions, all_drafts_
         # Up to the last boundary that the answers passed.
         ends = [(len(one["prompt_token_ids"]) - 3) // 64 * 64 for one in given]
         assert [one.num_cached_tokens for one in found] == ends
+    llm.shutdown()
+
+
+def test_drafts_that_are_added_twice_are_found(
+    folders, without_drafts, predictions, all_drafts_pay, monkeypatch
+):
+    """A planted mistake: a state counts as if it lacked the drafts that the step has added."""
+    state_rows = BatchState._state_rows
+
+    def forgetful(state: BatchState, starts: torch.Tensor, lens: torch.Tensor) -> StateRows:
+        rows = state_rows(state, starts, lens)
+        added = lens - (starts[1:] - starts[:-1]) - rows.begins
+        state.state_tokens[rows.writes] = rows.written - added
+        return rows
+
+    monkeypatch.setattr(BatchState, "_state_rows", forgetful)
+    (prompts, expected), _ = without_drafts["delta nets"]
+    with few_measured_steps():
+        llm = LLM(str(folders["delta nets"]), **SETTINGS, speculative_config=NGRAM)
+    assert ask(llm, prompts[:3], expected[:3]) != expected[:3]
     llm.shutdown()
 
 

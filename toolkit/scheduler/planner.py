@@ -393,7 +393,7 @@ class Planner:
         most = end if part.num_drafts is None else end - part.num_drafts
         wants = most // states.grain * states.grain > self._rows.stated.take(where)
         if states.unpassed:
-            wants |= np.array([*map(states.is_unpassed, part.requests)], np.bool_)
+            wants |= np.isin(where, [request.row for request in states.unpassed])
         for index in np.flatnonzero(wants).tolist():
             self._keep_state(part.requests[index], int(most[index]), step)
         self._rows.stated[where] = np.maximum(self._rows.stated.take(where), most)

@@ -70,6 +70,8 @@ class StateSlots:
         self._ends: OrderedDict[Snapshot, None] = OrderedDict()
         self._pending: dict[Request, list[Snapshot]] = {}
         """Snapshots of tokens that are not known yet."""
+        self.unpassed: set[Request] = set()
+        """Those whose next step writes the snapshot that an earlier one may have. Read only."""
         self._passed: dict[Request, Snapshot] = {}  # the newest that each has passed while decoding
         self._step = 0
 
@@ -118,6 +120,7 @@ class StateSlots:
         self._register_known(request)
         for snapshot in self._pending.pop(request, ()):
             self._free.append(snapshot.slot)
+        self.unpassed.discard(request)
         self._passed.pop(request, None)
         self._free.append(request.state_slot)
         request.state_slot = NO_SLOT
@@ -175,22 +178,13 @@ class StateSlots:
 
     # ---- snapshots
 
-    @property
-    def unpassed(self) -> bool:
-        """True if some request's next step writes the snapshot that an earlier one may have."""
-        return any(map(self.is_unpassed, self._pending))
-
-    def is_unpassed(self, request: Request) -> bool:
-        pending = self._pending.get(request, [])
-        return bool(pending) and not pending[-1].is_passed
-
     def keep(self, request: Request, start: int, end: int) -> tuple[int, int] | None:
         """Choose a snapshot that the step may pass, which adds tokens to a request's state.
 
         Earlier steps' states have `start` tokens or fewer, this step's has `end` or fewer. Return
         (slot, number of tokens in it), or None."""
         self._register_known(request)
-        if self.is_unpassed(request):
+        if request in self.unpassed:
             return self._keep_on(request, self._pending[request][-1])
         length, is_end = self._wanted(request, start, end)
         if not length or not request.cacheable:
@@ -210,6 +204,8 @@ class StateSlots:
                 self._pass(request, snapshot)
         else:
             snapshot.is_passed = not self._has_drafts
+            if self._has_drafts:
+                self.unpassed.add(request)
             self._pending.setdefault(request, []).append(snapshot)
         return slot, length
 
@@ -218,6 +214,8 @@ class StateSlots:
         snapshot.written = self._step
         # A step's state has all tokens that are known before it, at least.
         snapshot.is_passed = snapshot.length <= request.num_known_tokens
+        if snapshot.is_passed:
+            self.unpassed.remove(request)
         return snapshot.slot, snapshot.length
 
     def clear(self) -> None:
@@ -227,6 +225,7 @@ class StateSlots:
         for snapshots in self._pending.values():
             self._free += [snapshot.slot for snapshot in snapshots]
         self._pending.clear()
+        self.unpassed.clear()
         self._passed.clear()
 
     def problem(self, requests: Collection[Request]) -> str | None:

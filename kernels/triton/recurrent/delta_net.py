@@ -90,18 +90,21 @@ class DeltaNet:
             )
             return out
         most = 2 * step.most_verified - 1 + self._width - 1
+        count, is_exact = max(16, power_of_two(most)), y.dtype == torch.float32
+        # What fits into registers and shared memory.
+        values = VALUES_VERIFIED // 2 if is_exact and count < 64 else VALUES_VERIFIED
         _verify_kernel[grid](
             *given,
             *step.drafts,
             **sizes,
-            V_BLOCK=min(max(16, self._block), VALUES_VERIFIED),
+            V_BLOCK=min(max(16, self._block), values),
             MOST=step.most_verified,
             NORM_BLOCK=self._block,
-            COUNT=max(16, power_of_two(most)),
-            EXACT=y.dtype == torch.float32,
+            COUNT=count,
+            EXACT=is_exact,
             PDL=pdl,
             launch_pdl=pdl,
-            num_warps=4,
+            num_warps=4 if is_exact or count == 16 else 8,
             num_stages=1,
         )
         return out
@@ -571,14 +574,14 @@ def _solve_kernel(
                   V_SIZE, K_BLOCK, EXACT)  # fmt: skip
     s30 = _system(3, 0, t3, t0, b3, mixed_ptr, begin, end, head, K_HEADS, GROUP, K_SIZE,
                   V_SIZE, K_BLOCK, EXACT)  # fmt: skip
-    x10 = -_full_dot(x1, _full_dot(s10, x0, EXACT), EXACT)
-    x21 = -_full_dot(x2, _full_dot(s21, x1, EXACT), EXACT)
-    x32 = -_full_dot(x3, _full_dot(s32, x2, EXACT), EXACT)
-    x20 = -_full_dot(x2, _full_dot(s20, x0, EXACT) + _full_dot(s21, x10, EXACT), EXACT)
-    x31 = -_full_dot(x3, _full_dot(s31, x1, EXACT) + _full_dot(s32, x21, EXACT), EXACT)
-    x30 = -_full_dot(
+    x10 = -_dot(x1, _dot(s10, x0, True), True)
+    x21 = -_dot(x2, _dot(s21, x1, True), True)
+    x32 = -_dot(x3, _dot(s32, x2, True), True)
+    x20 = -_dot(x2, _dot(s20, x0, True) + _dot(s21, x10, True), True)
+    x31 = -_dot(x3, _dot(s31, x1, True) + _dot(s32, x21, True), True)
+    x30 = -_dot(
         x3,
-        _full_dot(s30, x0, EXACT) + _full_dot(s31, x10, EXACT) + _full_dot(s32, x20, EXACT),
+        _dot(s30, x0, True) + _dot(s31, x10, True) + _dot(s32, x20, True),
         EXACT,
     )
 
@@ -832,11 +835,5 @@ def _dot(a, b, EXACT: tl.constexpr):
     if _INTERPRETED:
         out = tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:
-        out = tl.dot(a, b, input_precision="ieee" if EXACT else "tf32")
+        out = tl.dot(a, b, input_precision="tf32x3" if EXACT else "tf32")
     return out
-
-
-@triton.jit
-def _full_dot(a, b, EXACT: tl.constexpr):
-    """Return a @ b, of fp32, as exact as in fp32; almost, if not `EXACT`."""
-    return tl.dot(a, b, input_precision="ieee" if EXACT else "tf32x3")
