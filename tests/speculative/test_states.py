@@ -63,9 +63,9 @@ def predictions() -> Iterator[None]:
         yield
 
 
-def ask(llm: LLM, prompts: Answers, expected: Answers | None = None) -> Answers:
+def ask(llm: LLM, prompts: Answers, expected: Answers | None = None, count: int = COUNT) -> Answers:
     """Return answers. With those that are expected, most drafts are right."""
-    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     requests = [(prompt, params) for prompt in prompts]
     if expected is not None:
         requests = random_states.with_predictions(requests, expected)
@@ -148,7 +148,8 @@ def test_drafts_change_nothing_with_gpu_kernels(
     limits = {"max_num_batched_tokens": 49, "max_num_seqs": 3, "attention_backend": "torch"}
     llm = LLM(str(folders[name]), **SETTINGS | limits, speculative_config=NGRAM)
     with logged_steps(llm) as log:
-        assert ask(llm, prompts[1:4], expected[1:4]) == expected[1:4]
-    assert 15 < log.num_accepted < log.num_drafts
+        found = ask(llm, prompts[1:4], expected[1:4], count=14)
+    assert found == [answer[:14] for answer in expected[1:4]]
+    assert 5 < log.num_accepted < log.num_drafts
     assert len(engines.graphs(llm)) > 0
     llm.shutdown()
