@@ -8,7 +8,7 @@ from toolkit.kernels.table import triton_kernels_for
 
 class TritonBackend(AttentionBackend):
     name = "triton"
-    is_capturable = True
+    is_capturable = takes_slices = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
