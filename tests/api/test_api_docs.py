@@ -17,10 +17,12 @@ ENDPOINTS = {
     ("GET", "/v1/models/{model}"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/tokenizer_info"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"),
     ("GET", "/ping"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/server_info"),
-    ("GET", "/load"), ("GET", "/tk/requests"), ("DELETE", "/tk/requests/{id}"),
-    ("POST", "/reset_prefix_cache"),
+    ("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/embed"),
+    ("POST", "/api/embeddings"), ("POST", "/api/show"), ("GET", "/api/tags"), ("GET", "/api/ps"),
+    ("GET", "/api/version"), ("GET", "/load"), ("GET", "/tk/requests"),
+    ("DELETE", "/tk/requests/{id}"), ("POST", "/reset_prefix_cache"),
 }  # fmt: skip
-POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank")
+POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/api/embed", "/api/embeddings")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import anthropic
+import ollama
 import openai
 import psutil
 import pytest
@@ -122,6 +123,23 @@ def answers(llm: LLM, prompt: list[int], *images: Image.Image, **params: Any) ->
 
 
 # ---- answers
+
+
+def test_ollama_has_the_answer_of_the_chat(server: Server, client: openai.OpenAI) -> None:
+    wanted = client.chat.completions.create(
+        model="tiny", messages=user(image_url(), text("What?")), max_tokens=TOKENS, temperature=0
+    )
+    options = {"temperature": 0, "num_predict": TOKENS}
+    with ollama.Client(server.url) as asked:
+        message = {"role": "user", "content": "What?", "images": [PNG]}
+        answer = asked.chat("tiny", [message], options=options)
+        assert answer.message.content == wanted.choices[0].message.content
+        assert answer.prompt_eval_count == wanted.usage.prompt_tokens
+        answer = asked.generate("tiny", "What?", images=[PNG], options=options)
+        assert answer.response == wanted.choices[0].message.content
+        assert "vision" in asked.show("tiny").capabilities
+        with pytest.raises(ollama.ResponseError, match=r"messages\[0\].images\[1\]|picture"):
+            asked.chat("tiny", [message | {"images": [PNG, b"broken"]}])
 
 
 @pytest.mark.parametrize("stream", [False, True])

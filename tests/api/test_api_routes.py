@@ -19,7 +19,10 @@ EXPECTED = {
         "GET /livez", "GET /readyz", "GET /health", "GET /ping", "POST /ping", "GET /version",
         "GET /metrics",
     },
-    Access.KEY: {"GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /load"},
+    Access.KEY: {
+        "GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /load",
+        "GET /api/tags", "GET /api/ps", "POST /api/show", "GET /api/version",
+    },
     Access.ADMIN: {
         "GET /tk/requests", "DELETE /tk/requests/{id}", "POST /reset_prefix_cache",
         "GET /server_info", "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
@@ -28,6 +31,7 @@ EXPECTED = {
         "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses",
         "POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/embeddings",
         "POST /v1/score", "POST /v1/rerank", "POST /tokenize", "POST /detokenize",
+        "POST /api/chat", "POST /api/generate", "POST /api/embed", "POST /api/embeddings",
     },
 }  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""HTTP server with OpenAI's and Anthropic's interfaces."""
+"""HTTP server with OpenAI's, Anthropic's and Ollama's interfaces."""

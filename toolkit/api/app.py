@@ -15,6 +15,9 @@ from toolkit.api.http.openapi import DOCS_FILES, describe, serve_docs_from_memor
 from toolkit.api.http.routes import RouteTable
 from toolkit.api.http.server import Server
 from toolkit.api.http.streaming import ClientDisconnectedError
+from toolkit.api.ollama import chat as ollama_chat
+from toolkit.api.ollama import embed as ollama_embed
+from toolkit.api.ollama import models as ollama_models
 from toolkit.api.openai import chat, completions, models, responses, tokenize
 from toolkit.api.pooling import embeddings, score
 from toolkit.errors import ToolkitError
@@ -23,8 +26,8 @@ from toolkit.version import __version__
 ROUTERS = [
     module.router
     for module in (
-        completions, chat, responses, messages, embeddings, score, tokenize, models, metrics,
-        health, operation, adapters,
+        completions, chat, responses, messages, embeddings, score, tokenize, models, ollama_chat,
+        ollama_embed, ollama_models, metrics, health, operation, adapters,
     )
 ]  # fmt: skip
 OPEN_DOCS = ("/docs", "/redoc", "/openapi.json", DOCS_FILES)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import httpx
 import msgspec
 import numpy as np
+import ollama
 import openai
 import pytest
 
@@ -105,6 +106,44 @@ def test_openai_client_gets_sentence_transformers_vectors(minilm, sentences):
     assert answer.model == "minilm"
     num_tokens = sum(len(sentences.tokenizer(text)["input_ids"]) for text in TEXTS)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
+
+
+def test_ollama_client_gets_the_same_vectors(minilm):
+    given = [*DOCUMENTS, "sea " * 2000]
+    cut = {"input": given, "truncate_prompt_tokens": -1}
+    wanted = vectors(minilm.http.post("/v1/embeddings", json=cut))
+    with ollama.Client(minilm.url) as client:
+        found = client.embed("minilm:latest", given)
+        one = client.embeddings("minilm", DOCUMENTS[0])
+        assert "embedding" in client.show("minilm").capabilities
+        with pytest.raises(ollama.ResponseError, match="generates no text"):
+            client.chat("minilm", [{"role": "user", "content": "x"}])
+    assert np.abs(np.array(found.embeddings) - wanted).max() < 1e-5
+    assert np.abs(np.array(one.embedding) - wanted[0]).max() < 1e-5
+    assert (found.model, found.total_duration > 0) == ("minilm", True)
+    assert found.prompt_eval_count > len(given)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input": "sea " * 2000, "truncate": False}, "maximum context length"),
+        ({"input": "x", "dimensions": 10**6}, "dimensions"),
+        ({"input": ["x"] * 2049}, "at most 2048 texts"),
+        ({"input": 3}, "input"),
+        ({}, "input is missing"),
+        ({"input": "x", "model": "none"}, "not served"),
+    ],
+)
+def test_ollama_embeddings_are_refused_with_a_reason(minilm, body, words):
+    answer = minilm.http.post("/api/embed", json=body)
+    assert answer.status_code == (404 if "model" in body else 400)
+    assert words in answer.json()["error"]
+
+
+def test_ollama_embeds_no_texts(minilm):
+    answer = minilm.http.post("/api/embed", content='{"input": []}').json()
+    assert (answer["embeddings"], answer["prompt_eval_count"]) == ([], 0)
 
 
 async def test_async_client_gets_the_same_vectors(minilm, sentences):

@@ -34,7 +34,14 @@ from toolkit.api.openai.schemas import (
     end_options,
     reasoning_options,
 )
-from toolkit.api.openai.tools import Tool, ToolName, ToolUse, only_type, template_call
+from toolkit.api.openai.tools import (
+    Tool,
+    ToolName,
+    ToolUse,
+    only_type,
+    parse_arguments,
+    template_call,
+)
 from toolkit.engine.front.picture_places import content_of, require_picture_role
 from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidParamError, InvalidRequestError
@@ -511,16 +518,13 @@ def _block(first: AnswerPart, text: str) -> dict[str, Any]:
     if first.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     if first.kind == "call":
-        return {"type": "tool_use", "id": first.id, "name": first.name, "input": _arguments(text)}
+        return {
+            "type": "tool_use",
+            "id": first.id,
+            "name": first.name,
+            "input": parse_arguments(text),
+        }
     return {"type": "text", "text": text, "citations": None}
-
-
-def _arguments(text: str) -> Any:
-    """Return parsed arguments; empty for a call that was cut off."""
-    try:
-        return msgspec.json.decode(text or b"{}")
-    except msgspec.DecodeError:
-        return {}
 
 
 def _stop_fields(answer: ChatAnswer) -> dict[str, Any]:

@@ -141,6 +141,20 @@ class Route(APIRoute):
         return handle_and_name_ignored
 
 
+class JsonRoute(Route):
+    """Route whose body is JSON, whatever its Content-Type: Ollama's curl lines send none."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            others = [one for one in request.scope["headers"] if one[0] != b"content-type"]
+            headers = [*others, (b"content-type", b"application/json")]
+            return await handle(Request({**request.scope, "headers": headers}, request.receive))
+
+        return handle_json
+
+
 def check_fields(request: Request, body: Body, *, strict: bool) -> None:
     """Store the names of unknown fields for the header.
 

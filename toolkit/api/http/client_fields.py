@@ -1,4 +1,4 @@
-"""Fields that OpenAI's and Anthropic's clients send and the routes do not declare.
+"""Fields that official clients send and the routes do not declare.
 
 ACCEPTED ones have no effect on the answer here. A field that would change the answer is refused:
 the classes of bodies have such fields in `refused_fields`, which come from the tables here."""
@@ -29,7 +29,7 @@ ACCEPTED = frozenset(
 )  # fmt: skip
 """Names at any depth of a body."""
 
-NO_EFFECT: tuple[Any, ...] = (None, False, "none", "auto", "never", [], ["text"])
+NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", "auto", "never", [], ["text"])
 """Values with which a field in the tables below is accepted."""
 
 REFUSED_IN_CHATS = {
@@ -60,4 +60,16 @@ REFUSED_BY_ANTHROPIC = {
 }
 REFUSED_IN_ANTHROPIC_MESSAGES = {
     "clear_at": "a message stays in the conversation until it is left out",
+}
+_NO_LOGPROBS = "answers here have no log-probabilities. Those of /v1/chat/completions have"
+_NO_PICTURES = "answers are text"
+REFUSED_BY_OLLAMA = {"logprobs": _NO_LOGPROBS, "top_logprobs": _NO_LOGPROBS}
+REFUSED_BY_OLLAMA_GENERATE = REFUSED_BY_OLLAMA | {
+    "context": "this server stores no conversations. Send them to /api/chat",
+    "height": _NO_PICTURES,
+    "steps": _NO_PICTURES,
+    "suffix": "the models here do not fill in the middle",
+    "template": "templates of Ollama are in Go's language. --chat-template sets one in Jinja for "
+    "the server, and raw takes a prompt without any",
+    "width": _NO_PICTURES,
 }

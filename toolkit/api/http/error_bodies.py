@@ -1,4 +1,4 @@
-"""Error responses, in the format of OpenAI's or Anthropic's interface."""
+"""Error responses, in the format of OpenAI's, Anthropic's or Ollama's interface."""
 
 import sys
 from collections.abc import Sequence
@@ -41,8 +41,22 @@ def status_of(error: Exception) -> int:
 
 def speaks_anthropic(scope: Scope) -> bool:
     """Return True for requests to Anthropic's interface."""
+    return _path_of(scope).startswith("/v1/messages")
+
+
+def speaks_ollama(scope: Scope) -> bool:
+    """Return True for requests to Ollama's interface."""
+    return _path_of(scope).startswith("/api/")
+
+
+def _path_of(scope: Scope) -> str:
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")).startswith("/v1/messages")
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def ollama_error(error: Exception) -> dict[str, str]:
+    """Return the body of an error for Ollama's clients."""
+    return {"error": error_detail(error).message}
 
 
 def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
@@ -81,6 +95,8 @@ def error_response(error: Exception, scope: Scope) -> Response:
         error = error.renamed(scope["state"]["param_names"])
     if speaks_anthropic(scope):
         body = msgspec.json.encode(anthropic_error(error, scope["state"]["request_id"]))
+    elif speaks_ollama(scope):
+        body = msgspec.json.encode(ollama_error(error))
     else:
         body = error_body(error)
     retry_after = getattr(error, "retry_after", None)

@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from toolkit.api.http.error_bodies import ErrorBody
 
+EVENTS = "text/event-stream"
 _REF = "#/components/schemas/{name}"
 _described: list[type[msgspec.Struct]] = [ErrorBody]
 
@@ -27,10 +28,12 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]
 
 
-def answers(kind: type[msgspec.Struct] | str, *, stream: bool = False) -> Responses:
+def answers(
+    kind: type[msgspec.Struct] | str, *, stream: bool = False, stream_type: str = EVENTS
+) -> Responses:
     """Return a route's `responses`: a struct, or an object that a text describes.
 
-    `stream`: the response may also be server-sent events."""
+    `stream`: the response may also be a stream, of the media type `stream_type`."""
     if isinstance(kind, str):
         schema: dict[str, Any] = {"type": "object", "description": kind}
     else:
@@ -38,7 +41,7 @@ def answers(kind: type[msgspec.Struct] | str, *, stream: bool = False) -> Respon
         schema = {"$ref": _REF.format(name=kind.__name__)}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[stream_type] = {"schema": {"type": "string"}}
     return {200: {"description": "The response", "content": content}}
 
 

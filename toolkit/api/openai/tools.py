@@ -140,6 +140,14 @@ def template_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[s
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def parse_arguments(text: str) -> Any:
+    """Return the arguments of an answer's call; empty for a call that was cut off."""
+    try:
+        return msgspec.json.decode(text or b"{}")
+    except msgspec.DecodeError:
+        return {}
+
+
 MODE, NAMED, ALLOWED = Tag("(mode)"), Tag("(named)"), Tag("(allowed)")
 """Variants of a tool choice, for BY_CHOICE: a mode, one tool by its name, several allowed tools."""
 

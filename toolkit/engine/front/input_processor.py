@@ -23,6 +23,7 @@ from toolkit.errors import (
     ContextLengthError,
     InvalidParamError,
     InvalidRequestError,
+    ToolkitError,
 )
 from toolkit.files import parse_json
 from toolkit.gguf.folder import read_file
@@ -70,6 +71,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.info, self.pictures = info, pictures
         self.default_sampling = load_default_sampling(folder)
+        self.model_type = load_model_type(folder)
         self._processors = {plugin: plugin.load() for plugin in info.logits_processors}
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
 
@@ -338,6 +340,15 @@ def load_default_sampling(folder: Path) -> dict[str, Any]:
         return default_sampling(parse_json(read_file(folder, path.name) or "{}"))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None
+
+
+def load_model_type(folder: Path) -> str:
+    """Read the family of a model, such as `llama`; `unknown` if its configuration has none."""
+    try:
+        found = parse_json(read_file(folder, "config.json") or "{}")["model_type"]
+    except (ValueError, TypeError, KeyError, OSError, ToolkitError):
+        found = None
+    return found if isinstance(found, str) else "unknown"
 
 
 def plain_prompt(prompt: Prompt) -> str | list[int]:

@@ -1,0 +1,1 @@
+"""Ollama's routes, answered by the code of chats, completions and embeddings."""
