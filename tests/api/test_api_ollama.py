@@ -226,12 +226,12 @@ def test_options_without_effect_are_accepted(http: httpx.Client) -> None:
         ({"num_predict": 2 * CONTEXT}, "options.num_predict to at most"),
         ({"repeat_penalty": 0}, "options.repeat_penalty must be"),
         ({"temperature": 3}, "temperature must be from 0 to 2"),
-        ({"top_k": "x"}, "options: Input should be a valid integer"),
+        ({"stop": [1]}, "options: stop: Input should be a valid string"),
+        (3, "options: Input should be"),
+        ({"top_k": "x"}, "options: top_k: Input should be a valid integer"),
     ],
 )
-def test_options_are_refused_with_a_reason(
-    http: httpx.Client, options: dict[str, Any], words: str
-) -> None:
+def test_options_are_refused_with_a_reason(http: httpx.Client, options: Any, words: str) -> None:
     status, message = error(http, "/api/chat", messages=QUESTION, options=options)
     assert status == 400
     assert words in message
@@ -478,6 +478,7 @@ def test_model_is_shown(client: ollama.Client, caller: ollama.Client, http: http
 
 
 def test_version_has_three_numbers(http: httpx.Client) -> None:
+    assert http.head("/").status_code == 200
     assert len(http.get("/api/version").json()["version"].split(".")) == 3
 
 
@@ -519,16 +520,26 @@ def test_invalid_body_is_refused(http: httpx.Client, body: str) -> None:
     assert answer.json().keys() == {"error"}
 
 
-def test_queue_limit_holds(start_local: Callable[..., Server], model: Path) -> None:
+def test_limits_hold_and_clients_can_leave(start_local: Callable[..., Server], model: Path) -> None:
     full = start_local("--max-requests-per-key", "1", model=model)
     body = {"prompt": "x", "raw": True, "options": {"num_predict": 200, "temperature": 0}}
     with full.slowly(), full.http.stream("POST", "/api/generate", json=body) as stream:
-        next(stream.iter_lines())
+        found = stream.iter_lines()
+        next(found)
         answer = httpx.post(f"{full.url}/api/generate", json=body)
         assert answer.status_code == 429
         assert answer.headers["retry-after"]
         assert "open requests" in answer.json()["error"]
     until(full.is_idle)  # the client has left
+
+
+def test_error_ends_the_stream(start_local: Callable[..., Server], model: Path) -> None:
+    hasty = start_local("--request-timeout", "0.5", model=model)
+    with hasty.slowly(), ollama.Client(hasty.url) as client:
+        stream = client.chat("tiny-llama", QUESTION, stream=True)
+        with pytest.raises(ollama.ResponseError, match=r"within 0\.5 s"):
+            list(stream)
+    until(hasty.is_idle)
 
 
 def test_requests_are_counted(server: Server) -> None:

@@ -22,6 +22,7 @@ EXPECTED = {
     Access.KEY: {
         "GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /load",
         "GET /api/tags", "GET /api/ps", "POST /api/show", "GET /api/version",
+        "GET /",
     },
     Access.ADMIN: {
         "GET /tk/requests", "DELETE /tk/requests/{id}", "POST /reset_prefix_cache",

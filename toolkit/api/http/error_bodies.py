@@ -10,6 +10,8 @@ from starlette.types import Scope
 
 from toolkit.errors import ContextLengthError, InvalidRequestError, ToolkitError
 
+OLLAMA_PATHS = "/api/"  # how the paths of Ollama's interface begin
+
 
 class ErrorDetail(msgspec.Struct):
     message: str
@@ -20,6 +22,10 @@ class ErrorDetail(msgspec.Struct):
 
 class ErrorBody(msgspec.Struct):
     error: ErrorDetail
+
+
+class OllamaErrorBody(msgspec.Struct):
+    error: str
 
 
 def error_detail(error: Exception) -> ErrorDetail:
@@ -46,7 +52,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 def speaks_ollama(scope: Scope) -> bool:
     """Return True for requests to Ollama's interface."""
-    return _path_of(scope).startswith("/api/")
+    return _path_of(scope).startswith(OLLAMA_PATHS)
 
 
 def _path_of(scope: Scope) -> str:
@@ -54,9 +60,9 @@ def _path_of(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def ollama_error(error: Exception) -> dict[str, str]:
-    """Return the body of an error for Ollama's clients."""
-    return {"error": error_detail(error).message}
+def ollama_error(error: Exception) -> bytes:
+    """Return the JSON of an error for Ollama's clients."""
+    return msgspec.json.encode(OllamaErrorBody(error_detail(error).message))
 
 
 def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def error_response(error: Exception, scope: Scope) -> Response:
     if speaks_anthropic(scope):
         body = msgspec.json.encode(anthropic_error(error, scope["state"]["request_id"]))
     elif speaks_ollama(scope):
-        body = msgspec.json.encode(ollama_error(error))
+        body = ollama_error(error)
     else:
         body = error_body(error)
     retry_after = getattr(error, "retry_after", None)

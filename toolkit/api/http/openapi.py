@@ -15,11 +15,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route, request_response
 from starlette.types import Scope
 
-from toolkit.api.http.error_bodies import ErrorBody
+from toolkit.api.http.error_bodies import OLLAMA_PATHS, ErrorBody, OllamaErrorBody
 
 EVENTS = "text/event-stream"
 _REF = "#/components/schemas/{name}"
-_described: list[type[msgspec.Struct]] = [ErrorBody]
+_described: list[type[msgspec.Struct]] = [ErrorBody, OllamaErrorBody]
 
 DOCS_FILES = "/docs-files"
 """Path of the scripts of /docs and /redoc, so that the pages work without internet access."""
@@ -118,8 +118,9 @@ def _complete(document: dict[str, Any]) -> None:
     components.setdefault("schemas", {}).update(schemas)
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{}, {"key": []}]
-    error = {"application/json": {"schema": {"$ref": _REF.format(name=ErrorBody.__name__)}}}
-    for methods in document["paths"].values():
+    for path, methods in document["paths"].items():
+        body = OllamaErrorBody if path.startswith(OLLAMA_PATHS) else ErrorBody
+        error = {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}
         for route in methods.values():
             route["responses"].pop("422", None)  # ours are 400
             content = route["responses"]["200"].get("content", {})

@@ -96,7 +96,7 @@ async def send_answer(
         return LineStream(
             _lines(answer, writer, record),
             answer.group.close,
-            error_event=lambda error: _encoder.encode(ollama_error(error)) + b"\n",
+            error_event=lambda error: ollama_error(error) + b"\n",
         )
     try:
         whole = await while_connected(request, _collect(answer))

@@ -5,7 +5,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from toolkit.api.http.body_fields import FAIL_FAST, Body, RequestBody, Text
 from toolkit.api.http.client_fields import REFUSED_BY_OLLAMA, REFUSED_BY_OLLAMA_GENERATE
@@ -25,6 +32,16 @@ EncodedPictures = Annotated[list[Text], FAIL_FAST, Field(max_length=MAX_MESSAGES
 _NO_TIME = re.compile(r"[-+]?0*(?:0|0\.0*|\.0+)(?:ns|us|µs|ms|s|m|h)?")
 
 
+def _name_option(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Name the wrong option: an error of the request names only `options`."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = next(iter(first["loc"]), None)
+        raise ValueError(first["msg"] if name is None else f"{name}: {first['msg']}") from None
+
+
 def _check_format(value: Any) -> Any:
     """Name the formats here: pydantic's error would be about each variant."""
     if value is not None and value not in ("", "json") and not isinstance(value, dict):
@@ -36,7 +53,7 @@ class OllamaRequest(RequestBody):
     """Fields of all requests that name a model."""
 
     model: str | None = Field(None, description="With or without :latest; may be left out")
-    options: ModelOptions | None = None
+    options: Annotated[ModelOptions | None, WrapValidator(_name_option)] = None
     keep_alive: float | str | None = Field(
         None, description="Not read: the model stays loaded. 0 is answered as unloading is"
     )
