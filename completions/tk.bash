@@ -2,16 +2,16 @@
 
 # Sets for the command in $path: flags, places (kinds of the first, second, ... argument), and rest
 # (kind of all further arguments). Sets kind to that of the value of flag $1: choices, @FILE,
-# @MODEL, @NAME, @ANY, or nothing for a switch.
+# @MODEL, @NAME, @SERVER, @ANY, or nothing for a switch.
 _tk_table() {
     flags= kind= places=() rest=
     case "$path" in
         "tk")
             flags="--version -h --help"
-            places=("serve chat run bench top models pull show rm config doctor verify collect-env man completion")
+            places=("serve ps stop logs chat run bench top models pull show rm config doctor verify collect-env man completion")
             ;;
         "tk serve")
-            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --host --port --uds --root-path --served-model-name --api-key --api-key-file --admin-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-hosts --allowed-methods --allowed-headers --allow-credentials --no-allow-credentials --forwarded-allow-ips --max-queue --max-queue-tokens --max-requests-per-key --requests-per-minute --request-timeout --shutdown-timeout --api-workers --strict --no-strict --trust-request-chat-template --no-trust-request-chat-template --allow-special-tokens-in-messages --no-allow-special-tokens-in-messages --tool-call-parser --reasoning-parser --sse-keep-alive --metrics-prefix --log-level --log-format --disable-log-requests --no-disable-log-requests --disable-log-stats --no-disable-log-stats --uvicorn-log-level --disable-uvicorn-access-log --no-disable-uvicorn-access-log --otlp-traces-endpoint --middleware --tool-parser-plugin --reasoning-parser-plugin --lora-modules --lora-dir --enable-lora --no-enable-lora --allow-runtime-lora --no-allow-runtime-lora --max-loras --max-cpu-loras --max-lora-rank --lora-embeddings --no-lora-embeddings --speculative-config --logits-processors --strict-plugins --no-strict-plugins --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --limit-mm-per-prompt --mm-cache-gib --mm-processor-kwargs --allowed-local-media-path --allowed-media-domains --dry-run --no-dry-run --json --no-json --config --help-all -h --help"
+            flags="--model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --seed --host --port --uds --root-path --served-model-name --api-key --api-key-file --admin-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-hosts --allowed-methods --allowed-headers --allow-credentials --no-allow-credentials --forwarded-allow-ips --max-queue --max-queue-tokens --max-requests-per-key --requests-per-minute --request-timeout --shutdown-timeout --api-workers --strict --no-strict --trust-request-chat-template --no-trust-request-chat-template --allow-special-tokens-in-messages --no-allow-special-tokens-in-messages --tool-call-parser --reasoning-parser --sse-keep-alive --metrics-prefix --log-level --log-format --disable-log-requests --no-disable-log-requests --disable-log-stats --no-disable-log-stats --uvicorn-log-level --disable-uvicorn-access-log --no-disable-uvicorn-access-log --otlp-traces-endpoint --middleware --tool-parser-plugin --reasoning-parser-plugin --lora-modules --lora-dir --enable-lora --no-enable-lora --allow-runtime-lora --no-allow-runtime-lora --max-loras --max-cpu-loras --max-lora-rank --lora-embeddings --no-lora-embeddings --speculative-config --logits-processors --strict-plugins --no-strict-plugins --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --limit-mm-per-prompt --mm-cache-gib --mm-processor-kwargs --allowed-local-media-path --allowed-media-domains --dry-run --no-dry-run --json --no-json --detach --no-detach --config --help-all -h --help"
             places=("@MODEL")
             case "$1" in
                 --model|--tokenizer) kind="@MODEL" ;;
@@ -31,6 +31,17 @@ _tk_table() {
                 --scheduling-policy) kind="fcfs priority" ;;
                 --distributed-executor-backend) kind="mp ray" ;;
             esac
+            ;;
+        "tk ps")
+            flags="--json -h --help"
+            ;;
+        "tk stop")
+            flags="--all -h --help"
+            places=("@SERVER")
+            ;;
+        "tk logs")
+            flags="-f --follow -h --help"
+            places=("@SERVER")
             ;;
         "tk chat")
             flags="--model --prompt --url --base-url --api-key --system -c --resume --continue --no-resume --temperature --max-tokens --top-p --top-k --min-p --repetition-penalty --seed --tools --context-policy --schema --json --no-json --stream --no-stream --reasoning --config --help-all -h --help"
@@ -203,7 +214,7 @@ _tk_table() {
         "tk config show")
             flags="--command --origin --config --json -h --help"
             case "$1" in
-                --command) kind="serve chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics" ;;
+                --command) kind="serve ps stop logs chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics" ;;
                 --config) kind="@FILE" ;;
             esac
             ;;
@@ -233,7 +244,7 @@ _tk_table() {
             ;;
         "tk man")
             flags="-h --help"
-            rest="serve chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics"
+            rest="serve ps stop logs chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics"
             ;;
         "tk completion")
             flags="--install -h --help"
@@ -277,7 +288,7 @@ _tk() {
     local cur=${words[last]}
     while ((i < last)); do
         case "$path ${words[i]}" in
-            "tk serve"|"tk chat"|"tk run"|"tk bench"|"tk bench serve"|"tk bench sweep"|"tk bench compare"|"tk bench offline"|"tk bench latency"|"tk bench prefill"|"tk top"|"tk models"|"tk pull"|"tk show"|"tk rm"|"tk config"|"tk config show"|"tk doctor"|"tk verify"|"tk collect-env"|"tk man"|"tk completion") path+=" ${words[i]}" ;;
+            "tk serve"|"tk ps"|"tk stop"|"tk logs"|"tk chat"|"tk run"|"tk bench"|"tk bench serve"|"tk bench sweep"|"tk bench compare"|"tk bench offline"|"tk bench latency"|"tk bench prefill"|"tk top"|"tk models"|"tk pull"|"tk show"|"tk rm"|"tk config"|"tk config show"|"tk doctor"|"tk verify"|"tk collect-env"|"tk man"|"tk completion") path+=" ${words[i]}" ;;
             *) break ;;
         esac
         ((i++))
@@ -306,7 +317,7 @@ _tk() {
             compopt -o filenames 2>/dev/null
             _tk_offer "$(compgen -f -- "$cur")"
             ;;
-        @MODEL | @NAME | @DOWNLOADED)
+        @MODEL | @NAME | @SERVER | @DOWNLOADED)
             if [[ $kind == @MODEL && $cur == [./~]* ]]; then
                 compopt -o filenames 2>/dev/null
                 _tk_offer "$(compgen -d -- "$cur")"

@@ -4,7 +4,7 @@ function __tk_at -d 'Test whether the line is at this command'
     set -l words (commandline -opc)
     set -l path tk
     for word in $words[2..]
-        contains -- "$path $word" 'tk serve' 'tk chat' 'tk run' 'tk bench' 'tk bench serve' 'tk bench sweep' 'tk bench compare' 'tk bench offline' 'tk bench latency' 'tk bench prefill' 'tk top' 'tk models' 'tk pull' 'tk show' 'tk rm' 'tk config' 'tk config show' 'tk doctor' 'tk verify' 'tk collect-env' 'tk man' 'tk completion'; or break
+        contains -- "$path $word" 'tk serve' 'tk ps' 'tk stop' 'tk logs' 'tk chat' 'tk run' 'tk bench' 'tk bench serve' 'tk bench sweep' 'tk bench compare' 'tk bench offline' 'tk bench latency' 'tk bench prefill' 'tk top' 'tk models' 'tk pull' 'tk show' 'tk rm' 'tk config' 'tk config show' 'tk doctor' 'tk verify' 'tk collect-env' 'tk man' 'tk completion'; or break
         set path "$path $word"
     end
     test "$path" = "$argv[1]"
@@ -23,6 +23,9 @@ complete -c tk -f
 
 # tk
 complete -c tk -n "__tk_at 'tk'" -a serve -d 'Serve a model with an OpenAI-compatible API'
+complete -c tk -n "__tk_at 'tk'" -a ps -d 'List your running servers'
+complete -c tk -n "__tk_at 'tk'" -a stop -d 'Stop a running server'
+complete -c tk -n "__tk_at 'tk'" -a logs -d 'Print the log of a running server'
 complete -c tk -n "__tk_at 'tk'" -a chat -d 'Chat with a model in the terminal'
 complete -c tk -n "__tk_at 'tk'" -a run -d 'Answer one prompt and exit'
 complete -c tk -n "__tk_at 'tk'" -a bench -d 'Measure latency and throughput of a running server'
@@ -156,9 +159,25 @@ complete -c tk -n "__tk_at 'tk serve'" -l dry-run -d 'Report whether the model f
 complete -c tk -n "__tk_at 'tk serve'" -l no-dry-run -d 'Report whether the model fits'
 complete -c tk -n "__tk_at 'tk serve'" -l json -d 'With --dry-run: print the report as JSON'
 complete -c tk -n "__tk_at 'tk serve'" -l no-json -d 'With --dry-run: print the report as JSON'
+complete -c tk -n "__tk_at 'tk serve'" -l detach -d 'Run in the background'
+complete -c tk -n "__tk_at 'tk serve'" -l no-detach -d 'Run in the background'
 complete -c tk -n "__tk_at 'tk serve'" -l config -r -F -d 'Settings file to use instead of ./tk.toml and the user\'s tk.toml'
 complete -c tk -n "__tk_at 'tk serve'" -l help-all -d 'Show every setting and exit'
 complete -c tk -n "__tk_at 'tk serve'" -s h -l help -d 'Show this message and exit'
+
+# tk ps
+complete -c tk -n "__tk_at 'tk ps'" -l json -d 'Print JSON instead of a table'
+complete -c tk -n "__tk_at 'tk ps'" -s h -l help -d 'Show this message and exit'
+
+# tk stop
+complete -c tk -n "__tk_at 'tk stop'" -a '(__tk_values SERVER)'
+complete -c tk -n "__tk_at 'tk stop'" -l all -d 'Stop all your servers'
+complete -c tk -n "__tk_at 'tk stop'" -s h -l help -d 'Show this message and exit'
+
+# tk logs
+complete -c tk -n "__tk_at 'tk logs'" -a '(__tk_values SERVER)'
+complete -c tk -n "__tk_at 'tk logs'" -s f -l follow -d 'Wait for more lines, until the server ends'
+complete -c tk -n "__tk_at 'tk logs'" -s h -l help -d 'Show this message and exit'
 
 # tk chat
 complete -c tk -n "__tk_at 'tk chat'" -a '(__tk_values MODEL)'
@@ -616,7 +635,7 @@ complete -c tk -n "__tk_at 'tk config'" -a show -d 'Print the current value of e
 complete -c tk -n "__tk_at 'tk config'" -s h -l help -d 'Show this message and exit'
 
 # tk config show
-complete -c tk -n "__tk_at 'tk config show'" -l command -x -a 'serve chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics' -d 'Only this command, such as serve or \'bench offline\''
+complete -c tk -n "__tk_at 'tk config show'" -l command -x -a 'serve ps stop logs chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics' -d 'Only this command, such as serve or \'bench offline\''
 complete -c tk -n "__tk_at 'tk config show'" -l origin -d 'Show the origin of each value: flag, variable, file or default'
 complete -c tk -n "__tk_at 'tk config show'" -l config -r -F -d 'Settings file to use instead of ./tk.toml'
 complete -c tk -n "__tk_at 'tk config show'" -l json -d 'Print JSON, with origins'
@@ -673,7 +692,7 @@ complete -c tk -n "__tk_at 'tk verify'" -s h -l help -d 'Show this message and e
 complete -c tk -n "__tk_at 'tk collect-env'" -s h -l help -d 'Show this message and exit'
 
 # tk man
-complete -c tk -n "__tk_at 'tk man'" -a 'serve chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics'
+complete -c tk -n "__tk_at 'tk man'" -a 'serve ps stop logs chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics'
 complete -c tk -n "__tk_at 'tk man'" -s h -l help -d 'Show this message and exit'
 
 # tk completion

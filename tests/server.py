@@ -60,7 +60,10 @@ class Process:
         self.popen = start(
             [sys.executable, "-m", "toolkit", *arguments],
             cwd=cwd,
-            env=inherited | ENVIRONMENT | {"HOME": str(cwd)} | environment,
+            env=inherited
+            | ENVIRONMENT
+            | {"HOME": str(cwd), "XDG_RUNTIME_DIR": str(cwd)}
+            | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -25,6 +25,7 @@ LEAVES = {
     "logs",
     "metrics",
     "plugins",
+    "running",
     "sequence",
     "units",
     "version",
@@ -44,6 +45,7 @@ ARROWS = {
     "config": set(),
     "metrics": set(),
     "plugins": set(),
+    "running": set(),
     "demo": set(),
     "gguf": set(),
     "hub": {"demo", "gguf"},
@@ -131,6 +133,7 @@ ARROWS = {
     "cli": {
         "bench",
         "chat",
+        "client",
         "doctor",
         "engine",
         "hub",

@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoints import make_reference
 from tests.models.gguf_models import write_model
+from tests.records import recorded
 from toolkit.chat import local, run
 from toolkit.chat.local import LocalServer
 from toolkit.cli.commands.chat import require_chat_template
@@ -42,6 +43,22 @@ def test_server_at_the_default_address_is_used(server, private, screen, monkeypa
     for name in (None, "fake", "../folder"):
         with run.find_server(ChatConfig(model=name), screen.terminal) as (address, model):
             assert (address.url, model.name, model.max_context) == (server.url, "fake", 100)
+    assert private == []
+
+
+def test_running_server_is_used_on_any_port(server, private, screen):
+    with recorded("http://127.0.0.1:1", "other"):
+        for name in ("fake", "unrecorded"):  # a record has no names of adapters
+            server.models[0]["id"] = name
+            with (
+                recorded(server.url, "fake"),
+                run.find_server(ChatConfig(model=name), screen.terminal) as (address, model),
+            ):
+                assert (address.url, model.name) == (server.url, name)
+        with recorded(server.url, "fake"), pytest.raises(ConfigError, match="2 servers run"):
+            run.find_server(ChatConfig(), screen.terminal).__enter__()
+    with recorded(server.url, "fake"), run.find_server(ChatConfig(), screen.terminal) as (found, _):
+        assert found.url == server.url
     assert private == []
 
 

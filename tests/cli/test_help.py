@@ -39,9 +39,8 @@ def test_help_fits_a_terminal_of_80_by_24(tk: Callable, command: tuple[str, ...]
 
 
 def test_help_of_tk_lists_every_command_once(tk: Callable):
-    lines = [
-        line.split(maxsplit=1) for line in tk("--help").stdout.splitlines() if line.startswith("  ")
-    ]
+    rows = tk("--help").stdout.partition("\n\n")[0].splitlines()[1:]
+    lines = [row[9:].split(maxsplit=1) for row in rows]
     assert tuple(name for name, _ in lines) == COMMANDS
     assert all(text[0].isupper() and not text.endswith(("...", ".")) for _, text in lines)
 
@@ -121,9 +120,28 @@ def test_tk_without_a_command_prints_help_to_stderr(tk: Callable):
     assert done.stderr == tk("--help").stdout
 
 
-def test_version_imports_no_command_line_library():
+@pytest.mark.parametrize(
+    ("line", "same"),
+    [
+        ("help", "--help"),
+        ("help bench sweep", "bench sweep --help"),
+        ("list --json", "models --json"),
+    ],
+)
+def test_alias_is_another_command(tk: Callable, line: str, same: str):
+    done, expected = tk(*line.split()), tk(*same.split())
+    assert done.stdout
+    assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
+
+
+def test_help_of_an_unknown_command_is_an_error(tk: Callable):
+    assert tk("help", "srve").stderr == "tk: Unknown command 'srve' of 'tk'. Did you mean serve?\n"
+
+
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_version_imports_no_command_line_library(word: str):
     code = (
-        "import sys; sys.argv = ['tk', '--version']; from toolkit.cli import main; main()\n"
+        f"import sys; sys.argv = ['tk', '{word}']; from toolkit.cli import main; main()\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

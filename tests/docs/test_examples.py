@@ -24,6 +24,7 @@ from tests.docs.examples import (
 )
 from tests.hub import Hub, hub_variables
 from tests.local import LocalServer
+from tests.records import server_of
 from tests.server import WAIT, Server
 from toolkit.bench import search
 from toolkit.demo import MODEL_DIR
@@ -130,7 +131,8 @@ def test_example_runs(
     if "before.json" in line:
         save_results(tk_here, server, folder)
     _, *words = shlex.split(directed(line, server))
-    done = tk_here(*words, stdin=QUESTION, cwd=folder, **environment)
+    with server_of(line, folder):
+        done = tk_here(*words, stdin=QUESTION, cwd=folder, **environment)
     assert done.returncode == 0 or ("bench" in line and is_invalid_measurement(done)), done.stderr
     assert done.stdout
 

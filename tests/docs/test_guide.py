@@ -35,6 +35,7 @@ from tests.docs.test_completions import COMMANDS
 from tests.hub import Hub, hub_variables
 from tests.local import CoreThread, LocalServer
 from tests.pooling.folders import MINILM
+from tests.records import server_of
 from tests.server import Server
 from toolkit import LLM
 from toolkit.chat.commands import COMMANDS as CHAT_COMMANDS
@@ -282,7 +283,8 @@ def test_commands_run(
 ):
     _, *arguments = words(directed(line, server))
     environment |= {"TK_URL": server.url}
-    done = tk_here(*arguments, stdin=QUESTION, cwd=folder, **environment)
+    with server_of(line, folder):
+        done = tk_here(*arguments, stdin=QUESTION, cwd=folder, **environment)
     assert done.returncode == 0 or ("bench" in line and is_invalid_measurement(done)), done.stderr
     assert done.stdout
 

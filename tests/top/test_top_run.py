@@ -155,7 +155,6 @@ def test_demo_needs_no_server(capsys):
     [
         ({"interval": 0.0}, "interval"),
         ({"url": ("ftp://a",)}, "--url"),
-        ({"url": ()}, "--url"),
         ({"replay": "a", "demo": True}, "--demo"),
         ({"replay": "a", "record": "b"}, "--record"),
         ({"theme": "pink"}, "dark"),

@@ -18,6 +18,7 @@ import httpx
 
 from toolkit.chat.state import private_file, state_folder
 from toolkit.client.wire import ServerError
+from toolkit.running import UNLISTED
 
 POLL = 0.1  # seconds
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
@@ -54,7 +55,7 @@ def local_server(
     process = start(
         [*command, "--host", "127.0.0.1", "--port", str(port)],
         log,
-        {"TK_API_KEY": key, "TK_LOG_FORMAT": "text"},
+        {"TK_API_KEY": key, "TK_LOG_FORMAT": "text", UNLISTED: "1"},
     )
     url = f"http://127.0.0.1:{port}"
     try:

@@ -16,6 +16,7 @@ from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.local import exit_on_signals, local_server
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
+from toolkit.client.choice import choose_server, ready_servers
 from toolkit.client.wire import KeyRejectedError, ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
 from toolkit.console import as_text, read_piped
@@ -124,7 +125,7 @@ def find_server(
     *,
     is_question: bool = False,
 ) -> Iterator[tuple[Address, ModelInfo]]:
-    """Yield a server and a model: at --url, else at the default address, else a private server.
+    """Yield a server and a model: at --url, else one that runs here, else a private server.
 
     Raises ServerError if it cannot be reached or started, or if only the demo model could answer a
     single question: a script would take its answer for that of a real model."""
@@ -132,7 +133,7 @@ def find_server(
         address = Address(config.url, config.api_key)
         yield address, require_chat(address, choose_model(address, config.model))
         return
-    if (found := find_default_server(config, terminal)) is not None:
+    if (found := find_running_server(config, terminal)) is not None:
         yield found[0], require_chat(*found)
         return
     if is_question and config.model is None:
@@ -176,11 +177,35 @@ def require_chat(address: Address, model: ModelInfo) -> ModelInfo:
     raise ServerError(f"{model.name} at {address.url} {problem}.")
 
 
-def find_default_server(config: ChatConfig, terminal: Terminal) -> tuple[Address, ModelInfo] | None:
-    """Return the server at the default address if it is healthy and has the model.
+def find_running_server(config: ChatConfig, terminal: Terminal) -> tuple[Address, ModelInfo] | None:
+    """Return a server on this machine that is healthy and has the model.
+
+    Without a record of one, that at the default address. Raises KeyRejectedError if no other server
+    has the model, and ConfigError if the user has to choose one of several."""
+    servers = ready_servers()
+    if config.model is None or any(one.has(config.model) for one in servers):
+        server = choose_server(config.model)
+        return find_model_at(DEFAULT_URL if server is None else server.url, config, terminal)
+    rejection: KeyRejectedError | None = None
+    # The name may be that of an adapter, which a record does not have.
+    for url in dict.fromkeys([*(one.url for one in servers), DEFAULT_URL]):
+        try:
+            if (found := find_model_at(url, config, terminal)) is not None:
+                return found
+        except KeyRejectedError as error:
+            rejection = rejection or error
+    if rejection is not None:
+        raise rejection
+    return None
+
+
+def find_model_at(
+    url: str, config: ChatConfig, terminal: Terminal
+) -> tuple[Address, ModelInfo] | None:
+    """Return the server at this address if it is healthy and has the model.
 
     Raises KeyRejectedError if it refuses the key, or needs one and no model is given."""
-    address = Address(DEFAULT_URL, config.api_key)
+    address = Address(url, config.api_key)
     try:
         with httpx.Client(**address.client_options()) as http:
             if http.get("/health", timeout=1.0).status_code != 200:

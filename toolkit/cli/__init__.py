@@ -35,7 +35,7 @@ def main() -> None:
     _open_closed_streams()
     _replace_unprintable()
     arguments = sys.argv[1:]
-    if arguments == ["--version"]:
+    if arguments in (["--version"], ["version"]):
         from toolkit.version import __version__
 
         print(f"tk {__version__}")

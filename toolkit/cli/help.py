@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from toolkit.cli.names import SUBJECTS
+from toolkit.cli.names import ALIASES, SUBJECTS
 from toolkit.config.fields import Option
 from toolkit.errors import ConfigError, did_you_mean
 
@@ -191,15 +191,24 @@ class CommandGroup(_HelpMixin, TyperGroup):
 class RootGroup(CommandGroup):
     """The program `tk`. Its help lists the commands by subject, on one screen."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Replace an alias: `tk help bench` is `tk bench --help`."""
+        match args:
+            case ["help", *path]:
+                args = [*path, "--help"]
+            case [word, *rest] if word in ALIASES:
+                args = [ALIASES[word], *rest]
+        return super().parse_args(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the complete help."""
         formatter.write(f"Usage: {ctx.command_path} COMMAND [OPTIONS]    {self.help}\n")
-        width = max(len(name) for name in self.commands)
+        width, column = (max(map(len, names)) + 1 for names in (self.commands, SUBJECTS))
         for subject, names in SUBJECTS.items():
-            formatter.write_heading(subject)
-            with formatter.indentation():
-                rows = [(name.ljust(width), summary_of(self.commands[name])) for name in names]
-                formatter.write_dl(rows, width)
+            for name in names:
+                title = subject if name == names[0] else ""
+                summary = summary_of(self.commands[name])
+                formatter.write(f"{title:{column}} {name:{width}} {summary}\n")
         formatter.write(f"\n{self.epilog}\n")
 
 

@@ -35,7 +35,7 @@ app = typer.Typer(
     name="tk",
     cls=RootGroup,
     help="Serve language models from the command line.",
-    epilog="Flags: tk COMMAND --help. Manual: tk man COMMAND. Version: tk --version.\n"
+    epilog="Flags: tk help COMMAND. Manual: tk man COMMAND. Version: tk version.\n"
     "Exit codes: 0 success, 1 failure, 2 usage error, 130 Ctrl-C.",
     add_completion=False,
     pretty_exceptions_enable=False,

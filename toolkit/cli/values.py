@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 TIMEOUT = 0.5  # seconds until a server must answer
+DEFAULT_URL = "http://127.0.0.1:8000"
 URL_FLAGS = ("--url", "--base-url")
 
 
@@ -15,11 +16,19 @@ def values(kind: str, words: Sequence[str]) -> list[str]:
     """Return the values of a word of this `kind` in the command line `words`.
 
     MODEL: models of this machine, or of the server that --url names. NAME: models of that server or
-    of the default one. DOWNLOADED: models in the hub's cache."""
+    of those that run here. SERVER: names of running servers' models. DOWNLOADED: models in the
+    hub's cache."""
     url = _option(words, URL_FLAGS) or os.environ.get("TK_URL")
     if kind == "NAME" or (kind == "MODEL" and url):
         key = _option(words, ("--api-key",)) or os.environ.get("TK_API_KEY")
-        return served_models(url or "http://127.0.0.1:8000", key)
+        from toolkit.client.choice import ready_servers
+
+        urls = [url] if url else [one.url for one in ready_servers()] or [DEFAULT_URL]
+        return list(dict.fromkeys(name for one in urls for name in served_models(one, key)))
+    if kind == "SERVER":
+        from toolkit.running import running_servers
+
+        return list(dict.fromkeys(name for one in running_servers() for name in one.names))
     from toolkit.hub import cached_names, local_names
 
     names = {"MODEL": local_names, "DOWNLOADED": cached_names}

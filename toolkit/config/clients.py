@@ -15,8 +15,8 @@ class TopConfig:
     """Settings of the dashboard."""
 
     url: tuple[str, ...] = option(
-        (DEFAULT_URL,),
-        "Servers to watch.",
+        (),
+        "Servers to watch. Default: one that runs on this machine; asks if there are several.",
         aliases=("--base-url",),
         argument=True,
         metavar="URL",
@@ -74,8 +74,6 @@ class TopConfig:
     def __post_init__(self) -> None:
         check_all(self)
         urls = dict.fromkeys(server_url(one) for one in self.url)
-        if not urls:
-            raise ConfigError("--url needs the address of at least one server.", param="url")
         object.__setattr__(self, "url", tuple(urls))
         if self.replay is not None and (self.demo or self.record is not None):
             other = "--demo" if self.demo else "--record"
@@ -106,7 +104,7 @@ class ChatConfig:
     )
     url: str | None = option(
         None,
-        f"Server to use. Default: {DEFAULT_URL} if one runs there, else a private server.",
+        "Server to use. Default: one that runs on this machine, else a private server.",
         aliases=("--base-url",),
         common=True,
     )

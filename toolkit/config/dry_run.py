@@ -1,4 +1,4 @@
-"""Settings of `tk serve --dry-run`."""
+"""Settings of `tk serve` that choose how it starts: dry, or in the background."""
 
 from dataclasses import dataclass
 
@@ -23,3 +23,19 @@ class DryRunConfig:
         check_all(self)
         if self.json and not self.dry_run:
             raise ConfigError("--json needs --dry-run.", param="json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetachConfig:
+    """Settings of a server in the background."""
+
+    detach: bool = option(
+        False,
+        "Run in the background. The command returns when the server is ready; tk logs prints its "
+        "log, tk stop ends it.",
+        subject="Before it starts",
+        common=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_all(self)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.config.clients import DEFAULT_URL, server_url
+from toolkit.config.clients import server_url
 from toolkit.config.fields import check_all, option
 from toolkit.errors import ConfigError, did_you_mean
 
@@ -20,7 +20,11 @@ class BenchConfig:
     """Settings of a run."""
 
     url: str = option(
-        DEFAULT_URL, "The server to load.", aliases=("--base-url",), subject="Server", common=True
+        "",
+        "The server to load. Default: one that runs on this machine; asks if there are several.",
+        aliases=("--base-url",),
+        subject="Server",
+        common=True,
     )
     model: str | None = option(
         None, "Model to request. Default: the first one the server lists.", metavar="NAME"
@@ -166,7 +170,8 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
-        object.__setattr__(self, "url", server_url(self.url))
+        if self.url:
+            object.__setattr__(self, "url", server_url(self.url))
         self._check_load()
         self._check_dataset()
         self._check_lists()

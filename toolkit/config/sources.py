@@ -16,6 +16,7 @@ from typing import Any
 from toolkit.config.fields import Option
 from toolkit.errors import ConfigError, did_you_mean
 from toolkit.logs import DEBUG
+from toolkit.running import UNLISTED
 
 FILE_VARIABLE = "TK_CONFIG"
 CHECK_MEMORY = "TK_CHECK_MEMORY"
@@ -71,7 +72,8 @@ def unknown_variables(names: Iterable[str], environment: Mapping[str, str]) -> d
     """Return the TK_* variables that no setting reads, likely misspelled, with a suggestion each.
 
     `names`: of all settings."""
-    known = {FILE_VARIABLE, CHECK_MEMORY, DEBUG, *(f"TK_{name.upper()}" for name in names)}
+    internal = {FILE_VARIABLE, CHECK_MEMORY, DEBUG, UNLISTED}
+    known = internal.union(f"TK_{name.upper()}" for name in names)
     unknown = sorted(name for name in environment if name.startswith("TK_") and name not in known)
     return {name: did_you_mean(name, known) for name in unknown}
 

@@ -12,15 +12,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from toolkit.api.http.connections.listener import listen, raise_file_limit
 from toolkit.config import EngineConfig, ServerConfig
-from toolkit.logs import LogStyle, writes_json
+from toolkit.config.engine import DEMO
+from toolkit.logs import LogStyle, flush_stderr, writes_json
+from toolkit.running import RunningServer, State, listed
 from toolkit.serving.checks import check_server_settings
 from toolkit.serving.front import FrontEnd, ModelSetup, SingleProcess
-from toolkit.serving.ready_card import print_ready_card
+from toolkit.serving.ready_card import client_url, print_ready_card
 from toolkit.serving.stats_log import log_stats, set_info_metrics
 from toolkit.serving.supervisor import Supervisor
 
@@ -35,7 +37,10 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
     EngineDeadError when the engine dies."""
     LogStyle.of(config.log_level, config.log_format).apply()
     config, names = check_server_settings(engine, config)
-    with listen(config) as listener:
+    with (
+        listen(config) as listener,
+        listed(_record(listener, engine, config, names)) as set_state,
+    ):
         raise_file_limit()
         warn_of_open_adapters(engine, config, listener)
         warn_of_visible_keys(sys.argv)
@@ -52,8 +57,10 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
             print_ready_card(models[0], listener, config, time.perf_counter() - started_at)
             set_info_metrics(front, models)
             logging_stats = asyncio.create_task(log_stats(front, log=not config.disable_log_stats))
+            set_state("ready")
+            flush_stderr()  # `tk serve --detach` shows the log up to here
             _notify_systemd("READY=1")
-            await _serve_until_stopped(front, config.shutdown_timeout, signals)
+            await _serve_until_stopped(front, config.shutdown_timeout, signals, set_state)
             logging_stats.cancel()
             return 0
         finally:
@@ -88,12 +95,31 @@ def _make_front_end(setups: Sequence[ModelSetup], config: ServerConfig) -> Front
     return (SingleProcess if config.api_workers == 1 else Supervisor)(setups, config)
 
 
-async def _serve_until_stopped(front: FrontEnd, timeout: float, signals: _Signals) -> None:
+def _record(
+    listener: socket.socket, engine: EngineConfig, config: ServerConfig, names: Sequence[str]
+) -> RunningServer:
+    """Return the server's record for the clients on this machine."""
+    host, port = (None, None) if config.uds is not None else listener.getsockname()[:2]
+    return RunningServer(
+        model=engine.model.model or DEMO,
+        names=tuple(names),
+        url=client_url(listener, config),
+        host=host,
+        port=port,
+        uds=None if config.uds is None else os.path.abspath(config.uds),
+        needs_key=bool(config.api_key),
+    )
+
+
+async def _serve_until_stopped(
+    front: FrontEnd, timeout: float, signals: _Signals, set_state: Callable[[State], None]
+) -> None:
     """Serve until a signal or a failure, then shut down in order. Raises the failure."""
     failing = asyncio.create_task(front.failed.wait())
     stopping = asyncio.create_task(signals.received.wait())
     await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not failing.done():
+        set_state("stopping")
         _notify_systemd("STOPPING=1")
         draining = asyncio.create_task(front.drain())
         hurrying = asyncio.create_task(signals.received_again.wait())

@@ -24,7 +24,7 @@ def print_ready_card(
     """Print model, device, KV cache size, URL and a working curl command to stderr.
 
     A log in JSON gets them as one line."""
-    url = _url(listener, config)
+    url = client_url(listener, config)
     title = f"tk {__version__} ready in {seconds:.1f} s"
     facts = _facts(model, config)
     curl = _curl(model, url, config)
@@ -78,7 +78,8 @@ def _facts(model: LoadedModel, config: ServerConfig) -> dict[str, str]:
     return facts
 
 
-def _url(listener: socket.socket, config: ServerConfig) -> str:
+def client_url(listener: socket.socket, config: ServerConfig) -> str:
+    """Return the address for clients on this machine."""
     scheme = "http" if config.ssl_certfile is None else "https"
     if config.uds is not None:
         return f"{scheme}://localhost"

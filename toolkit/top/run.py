@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.config.clients import TopConfig
+from toolkit.client.choice import choose_urls
+from toolkit.config.clients import DEFAULT_URL, TopConfig
 from toolkit.errors import ToolkitError
 from toolkit.top.plain import as_json, snapshot
 from toolkit.top.readings.recording import RecordedSource, RecordingWriter, recorded_sources
@@ -39,14 +40,15 @@ def run(config: TopConfig) -> int:
 
 
 def open_sources(config: TopConfig) -> Sequence[Source]:
-    """Return the sources of a recording, of the demo or of the given servers."""
+    """Return the sources of a recording, of the demo or of servers."""
     if config.replay is not None:
         return recorded_sources(config.replay)
     if config.demo:
         from toolkit.top.readings.demo import demo_sources
 
         return demo_sources()
-    return [HTTPSource(url, config.api_key, config.admin_key) for url in config.url]
+    urls = config.url or choose_urls() or (DEFAULT_URL,)
+    return [HTTPSource(url, config.api_key, config.admin_key) for url in urls]
 
 
 def has_screen() -> bool:

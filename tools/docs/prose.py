@@ -36,6 +36,18 @@ class Prose:
 
 
 ENGINE = ("tk-serve(1)", "tk-run(1)")
+RECORDS = (
+    (
+        "$XDG_RUNTIME_DIR/tk, else /run/user/UID/tk, else /tmp/tk-run-UID",
+        "Records of the user's running servers, by which other commands find them.",
+    ),
+)
+SERVER_LOGS = (
+    (
+        "$XDG_STATE_HOME/tk/servers, else ~/.local/state/tk/servers",
+        "Logs of the last 20 servers that --detach started.",
+    ),
+)
 RESULTS = (
     (
         "NAME.json",
@@ -91,12 +103,35 @@ PROSE = {
                 "and shutdown.",
             ),
         ),
+        files=(*RECORDS, *SERVER_LOGS),
         exit_codes=(
             ("0", "The server drained after SIGTERM or Ctrl-C. With --dry-run: the model fits."),
             ("1", "The model does not fit into memory, or internal error."),
             ("130", "Ctrl-C during startup."),
         ),
-        see_also=("tk-metrics(7)", "tk-doctor(1)", "tk-config-show(1)"),
+        see_also=("tk-ps(1)", "tk-stop(1)", "tk-metrics(7)", "tk-doctor(1)", "tk-config-show(1)"),
+    ),
+    "tk-ps": Prose(
+        examples=(("List running servers:", "tk ps"), ("The same as JSON:", "tk ps --json")),
+        environment=COLOR,
+        files=RECORDS,
+        see_also=("tk-serve(1)", "tk-stop(1)", "tk-logs(1)"),
+    ),
+    "tk-stop": Prose(
+        examples=(
+            ("Stop the only server:", "tk stop"),
+            ("Stop the server of a model, or on a port:", "tk stop gpt2\ntk stop 8000"),
+            ("Stop all servers:", "tk stop --all"),
+        ),
+        files=RECORDS,
+        exit_codes=(("130", "Ctrl-C. Servers that were asked to stop go on with that."),),
+        see_also=("tk-serve(1)", "tk-ps(1)"),
+    ),
+    "tk-logs": Prose(
+        examples=(("Print the log of a server:", "tk logs gpt2"),),
+        files=SERVER_LOGS,
+        exit_codes=(("130", "Ctrl-C."),),
+        see_also=("tk-serve(1)", "tk-ps(1)"),
     ),
     "tk-chat": Prose(
         examples=(

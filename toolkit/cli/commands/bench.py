@@ -1,12 +1,18 @@
 """`tk bench`: load tests of servers, comparisons of results, and engine benchmarks."""
 
+import dataclasses
+from typing import TypeVar
+
 import typer
 
 from toolkit.cli.command import command, command_with_subcommands
 from toolkit.cli.root import app
 from toolkit.config import DeviceConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from toolkit.config.bench import BenchCacheConfig, LatencyConfig, OfflineConfig, PrefillConfig
+from toolkit.config.clients import DEFAULT_URL
 from toolkit.config.load import BenchConfig, CompareConfig, SweepConfig
+
+LoadConfig = TypeVar("LoadConfig", bound=BenchConfig)
 
 ENGINE = (ModelConfig, DeviceConfig, BenchCacheConfig, SchedulerConfig, ParallelConfig)
 
@@ -31,6 +37,7 @@ def serve(config: BenchConfig) -> None:
 
 
 def _load(config: BenchConfig) -> None:
+    config = with_url(config)
     if config.find_max_rps:
         from toolkit.bench.search import run_search
 
@@ -38,6 +45,16 @@ def _load(config: BenchConfig) -> None:
     from toolkit.bench.run import run
 
     raise typer.Exit(run(config))
+
+
+def with_url(config: LoadConfig) -> LoadConfig:
+    """Return the config with the address of a running server, if it has none."""
+    if config.url:
+        return config
+    from toolkit.client.choice import choose_server
+
+    server = choose_server(config.model)
+    return dataclasses.replace(config, url=server.url if server is not None else DEFAULT_URL)
 
 
 @command(bench, "sweep", SweepConfig)
@@ -48,7 +65,7 @@ def sweep(config: SweepConfig) -> None:
     for each."""
     from toolkit.bench.sweep import run_sweep
 
-    raise typer.Exit(run_sweep(config))
+    raise typer.Exit(run_sweep(with_url(config)))
 
 
 @command(bench, "compare", CompareConfig)

@@ -18,7 +18,7 @@ from toolkit.config import (
     ServerConfig,
     SpeculationConfig,
 )
-from toolkit.config.dry_run import DryRunConfig
+from toolkit.config.dry_run import DetachConfig, DryRunConfig
 
 
 @command(
@@ -35,6 +35,7 @@ from toolkit.config.dry_run import DryRunConfig
     ParallelConfig,
     PictureConfig,
     DryRunConfig,
+    DetachConfig,
 )
 def serve(
     model: ModelConfig,
@@ -48,6 +49,7 @@ def serve(
     parallel: ParallelConfig,
     pictures: PictureConfig,
     dry: DryRunConfig,
+    detached: DetachConfig,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
     engine = EngineConfig(
@@ -67,6 +69,10 @@ def serve(
 
         check_server_settings(engine, server)
         raise typer.Exit(dry_run(engine, as_json=dry.json))
+    if detached.detach:
+        from toolkit.serving.detach import detach
+
+        raise typer.Exit(detach(server))
     import uvloop
 
     from toolkit.serving.lifecycle import serve as run
