@@ -39,18 +39,15 @@ def step_of(kernels, given: Given, device: torch.device):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "state_dtype"),
+    ("kind", "dtype", "state_dtype", "k_size", "v_size"),
     [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
+        *((kind, torch.float32, torch.float32, 16, 48) for kind in STEPS),
+        ("drafts", torch.float32, torch.float32, 8, 5),
+        *((kind, torch.bfloat16, torch.float32, 8, 5) for kind in STEPS if kind != "drafts"),
+        *((kind, torch.bfloat16, torch.bfloat16, 16, 48) for kind in ("decode", "drafts")),
     ],
 )
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize(("k_size", "v_size"), [(8, 5), (16, 48)])
-def test_kernels_compute_a_delta_net(
-    kernels, device, monkeypatch, kind, dtype, state_dtype, k_size, v_size
-):
+def test_kernels_compute_a_delta_net(kernels, device, kind, dtype, state_dtype, k_size, v_size):
     """Heads smaller than a block of columns, and of several and a part of one."""
     torch.manual_seed(0)
     given = STEPS[kind]
