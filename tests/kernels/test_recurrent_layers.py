@@ -64,7 +64,8 @@ def test_kernels_compute_a_delta_net(kernels, device, kind, dtype, state_dtype, 
     if dtype == torch.float32:
         torch.testing.assert_close(found, expected, **bound)
     else:
-        assert (found - expected).float().norm() < 0.03 * expected.float().norm()
+        share = 0.03 if kind == "drafts" else 0.02  # drafts read states that are rounded
+        assert (found - expected).float().norm() < share * expected.float().norm()
     torch.testing.assert_close(states.cpu(), net.states, equal_nan=True, **bound)
     for slot in range(SLOTS):
         span = next((span for span in given.spans() if span.write == slot), None)
@@ -118,6 +119,4 @@ def test_like_keys_do_not_grow(kernels, device, rate):
     step = kernels.recurrent_step(*there[:2], length, length, 1, *there[2:])
     weights = (one.to(device) for one in (kernel, zeros, zeros, ones))
     kernels.delta_net(*weights, 1e-6, rate, inputs.to(device), own, 1)(y.to(device), step)
-    # On GPUs, products are almost as exact as in fp32, and updates of like keys go on changing.
-    bound = 1e-4 if device.type == "cpu" or rate == 1.0 else 1e-2
-    torch.testing.assert_close(own.cpu(), expected.float(), rtol=bound, atol=bound)
+    torch.testing.assert_close(own.cpu(), expected.float(), rtol=1e-4, atol=1e-4)
