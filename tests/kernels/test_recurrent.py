@@ -99,6 +99,58 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
+class Exact(NamedTuple):
+    """Outputs [num_tokens, v_heads · v_size] in float64, and the states and inputs of slots."""
+
+    out: torch.Tensor
+    states: dict[int, torch.Tensor]
+    inputs: dict[tuple[int, int], torch.Tensor]  # by slot and row
+
+
+def loop_over_tokens(net: Net, y: torch.Tensor, given: Given) -> Exact:
+    """Compute a delta net token by token, in float64."""
+    (_, v_heads, k_size, v_size), channels = net.states.shape, len(net.kernel)
+    values, number = v_heads * v_size, net.inputs.shape[1]
+    keys = (channels - values) // 2
+    y, inputs = y.double(), net.inputs.double()
+    own = torch.cat((y[:, :channels], y[:, channels + values :]), 1)
+    z = y[:, channels : channels + values].view(-1, v_heads, v_size)
+    exact = Exact(torch.empty(len(y), values, dtype=torch.float64), {}, {})
+    for span in given.spans():
+        before = torch.arange(span.begin - WIDTH + 1, span.start)
+        old = inputs[span.read, before % number].masked_fill(before[:, None] < 0, 0.0)
+        rows = torch.cat((old, own[span.first : span.first + span.num_tokens]))
+        state = net.states[span.read].double() if span.begin else torch.zeros(1)
+        state = state.double().expand(v_heads, k_size, v_size)
+        for index, position in enumerate(range(span.begin, span.end)):
+            taps, last = rows[index : index + WIDTH, :channels], rows[index + WIDTH - 1, channels:]
+            mixed = F.silu((taps * net.kernel.double().T).sum(0))
+            q, k, v = mixed.split((keys, keys, values))
+            q, k = (
+                unit(one.view(-1, k_size)).repeat_interleave(v_heads * k_size // keys, 0)
+                for one in (q, k)
+            )
+            b, a = last.chunk(2)
+            decay = (-net.a_log.double().exp() * F.softplus(a + net.time.double())).exp()
+            state = state * decay[:, None, None]
+            known = torch.einsum("hkv,hk->hv", state, k)
+            change = RATE * b.sigmoid()[:, None] * (v.view(v_heads, v_size) - known)
+            state = state + torch.einsum("hk,hv->hkv", k, change)
+            if position >= span.start:
+                token = span.first + position - span.start
+                out = torch.einsum("hkv,hk->hv", state, q) / k_size**0.5
+                out = F.rms_norm(out, (v_size,), net.norm.double(), EPS) * F.silu(z[token])
+                exact.out[token] = out.flatten()
+            for slot, at in ((span.write, span.written), (span.keep, span.kept)):
+                if position + 1 == at and slot >= 0 and at <= span.written:
+                    exact.states[slot] = state
+                    for i in range(max(0, at - WIDTH + 1), at):
+                        exact.inputs[slot, i % number] = rows[i - span.begin + WIDTH - 1]
+        for i in range(span.written, span.end):  # of drafts
+            exact.inputs[span.write, i % number] = rows[i - span.begin + WIDTH - 1]
+    return exact
+
+
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_delta_net_equals_a_loop_in_float64(kind):
     torch.manual_seed(0)
@@ -106,55 +158,17 @@ def test_a_delta_net_equals_a_loop_in_float64(kind):
     net = Net.random(given)
     y = torch.randn(sum(given.counts), CHANNELS + VALUES + 2 * V_HEADS)
     before = net._replace(inputs=net.inputs.clone(), states=net.states.clone())
+    exact = loop_over_tokens(before, y, given)
     found = net.run(y, given)
-    own = torch.cat((y[:, :CHANNELS], y[:, CHANNELS + VALUES :]), 1).double()
-    for span in given.spans():
-        number = before.inputs.shape[1]
-
-        def row(position: int, span: Span = span, number: int = number) -> torch.Tensor:
-            if position < 0:
-                return torch.zeros(CHANNELS + 2 * V_HEADS, dtype=torch.float64)
-            if position < span.start:
-                return before.inputs[span.read, position % number].double()
-            return own[span.first + position - span.start]
-
-        state = before.states[span.read].double() if span.begin else torch.zeros_like(own[0, 0])
-        state = state.expand(V_HEADS, K_SIZE, V_SIZE).clone()
-        for position in range(span.begin, span.end):
-            taps = torch.stack([row(position - WIDTH + 1 + i)[:CHANNELS] for i in range(WIDTH)])
-            mixed = F.silu((taps * net.kernel.T).sum(0))
-            q, k, v = mixed.split((KEYS, KEYS, VALUES))
-            q, k = (unit(one.view(K_HEADS, K_SIZE)) for one in (q, k))
-            b, a = row(position)[CHANNELS:].chunk(2)
-            decay = (-net.a_log.exp() * F.softplus(a + net.time)).exp()
-            for head in range(V_HEADS):
-                key, query = (one[head // (V_HEADS // K_HEADS)] for one in (k, q))
-                value, known = v.view(V_HEADS, V_SIZE)[head], state[head] * decay[head]
-                change = RATE * b[head].sigmoid() * (value - known.T @ key)
-                state[head] = known + torch.outer(key, change)
-                if position >= span.start:
-                    token = span.first + position - span.start
-                    out = state[head].T @ query / K_SIZE**0.5
-                    z = y[token, CHANNELS : CHANNELS + VALUES].view(V_HEADS, V_SIZE)[head]
-                    out = F.rms_norm(out, (V_SIZE,), net.norm.double(), EPS) * F.silu(z.double())
-                    mine = found[token].view(V_HEADS, V_SIZE)[head]
-                    torch.testing.assert_close(mine.double(), out, rtol=1e-3, atol=1e-4)
-            for slot, at in ((span.write, span.written), (span.keep, span.kept)):
-                if position + 1 == at and slot >= 0 and at <= span.written:
-                    torch.testing.assert_close(
-                        net.states[slot].double(), state, rtol=1e-4, atol=1e-5
-                    )
-                    for known in range(max(0, at - WIDTH + 1), at):
-                        torch.testing.assert_close(
-                            net.inputs[slot, known % number].double(), row(known)
-                        )
-        for position in range(span.written, span.end):  # of drafts
-            torch.testing.assert_close(
-                net.inputs[span.write, position % number].double(), row(position)
-            )
+    torch.testing.assert_close(found.double(), exact.out, rtol=1e-3, atol=1e-4)
+    for slot, state in exact.states.items():
+        torch.testing.assert_close(net.states[slot].double(), state, rtol=1e-4, atol=1e-5)
+    for (slot, row), kept in exact.inputs.items():
+        torch.testing.assert_close(net.inputs[slot, row].double(), kept)
     passed = [span.keep for span in given.spans() if span.keeps]
     assert bool(passed) == (kind != "not passed")
-    untouched = [slot for slot in range(SLOTS) if slot not in (*given.writes, *passed)]
+    assert {*given.writes, *passed} == {*exact.states}
+    untouched = [slot for slot in range(SLOTS) if slot not in exact.states]
     for mine, old in ((net.states, before.states), (net.inputs, before.inputs)):
         torch.testing.assert_close(mine[untouched], old[untouched], equal_nan=True)
 

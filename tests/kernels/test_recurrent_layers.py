@@ -17,10 +17,22 @@ from tests.kernels.test_recurrent import (
     WIDTH,
     Given,
     Net,
+    loop_over_tokens,
 )
 from toolkit.kernels.recurrent import gated_convolution
 
 pytest.importorskip("triton")
+
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8}
+"""Relative errors at most. In bf16: of four values that are rounded, one after the other.
+
+Twice that in Triton's interpreter, which rounds towards zero."""
+
+
+def away(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the relative error of all entries together."""
+    return float((found.double() - exact).norm() / exact.norm())
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +69,16 @@ def test_kernels_compute_a_delta_net(kernels, device, kind, dtype, state_dtype, 
     channels = len(net.kernel)
     y = torch.randn(sum(given.counts), net.inputs.shape[2] + V_HEADS * v_size).to(dtype)
     *weights, inputs, states = (one.to(device, copy=True) for one in net)
+    exact = loop_over_tokens(net, y, given)
     expected = net.run(y, given)
     layer = kernels.delta_net(*weights, EPS, RATE, inputs, states, K_HEADS)
     found = layer(y.to(device), step_of(kernels, given, device)).cpu()
-    bound = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-    if dtype == torch.float32:
-        torch.testing.assert_close(found, expected, **bound)
-    else:
-        share = 0.03 if kind == "drafts" else 0.02  # drafts read states that are rounded
-        assert (found - expected).float().norm() < share * expected.float().norm()
-    torch.testing.assert_close(states.cpu(), net.states, equal_nan=True, **bound)
+    states, bound = states.cpu(), BOUNDS[dtype] * (1 if device.type == "cuda" else 2)
+    assert away(found, exact.out) < bound
+    for slot, right in exact.states.items():
+        assert away(states[slot], right) < bound
+    untouched = [slot for slot in range(SLOTS) if slot not in exact.states]
+    assert torch.equal(states[untouched].nan_to_num(), net.states[untouched].nan_to_num())
     for slot in range(SLOTS):
         span = next((span for span in given.spans() if span.write == slot), None)
         rows = torch.arange(inputs.shape[1])
@@ -97,7 +109,10 @@ def test_kernels_compute_a_gated_convolution(kernels, device, kind, has_bias):
 
 @pytest.mark.parametrize("rate", [1.0, 2.0])
 def test_like_keys_do_not_grow(kernels, device, rate):
-    """A prompt of one repeated token: powers of its system have entries of 1e17."""
+    """A prompt of one repeated token: powers of its system have entries of 1e17.
+
+    At a rate of 2 terms cancel each other, which costs tensor cores three digits of fp32. Those of
+    a model in bf16 have no more than that."""
     torch.manual_seed(0)
     length, size = 130, 16
     y = torch.randn(1, 4 * size + 2).repeat(length, 1)
@@ -119,4 +134,5 @@ def test_like_keys_do_not_grow(kernels, device, rate):
     step = kernels.recurrent_step(*there[:2], length, length, 1, *there[2:])
     weights = (one.to(device) for one in (kernel, zeros, zeros, ones))
     kernels.delta_net(*weights, 1e-6, rate, inputs.to(device), own, 1)(y.to(device), step)
-    torch.testing.assert_close(own.cpu(), expected.float(), rtol=1e-4, atol=1e-4)
+    bound = 1e-2 if device.type == "cuda" and rate == 2.0 else 1e-4
+    torch.testing.assert_close(own.cpu(), expected.float(), rtol=bound, atol=bound)

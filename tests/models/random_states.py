@@ -31,6 +31,7 @@ from toolkit import LLM, AsyncLLM, SamplingParams
 from toolkit.engine.front.input_processor import InputProcessor
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "kv_cache_memory": 1.0}
 SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": 40,
     "state_cache_gib": 1e-4,
@@ -96,15 +97,23 @@ def answers(llm: LLM, requests: list[Request]) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in found]
 
 
-def answers_alone(folder: Path, requests: list[Request]) -> list[list[int]]:
-    llm = LLM(str(folder), **SETTINGS, max_num_seqs=16, enable_prefix_caching=False)
+def answers_alone(
+    folder: Path, requests: list[Request], settings: dict[str, Any] = SETTINGS
+) -> list[list[int]]:
+    llm = LLM(str(folder), **settings, max_num_seqs=16, enable_prefix_caching=False)
     found = answers(llm, requests)
     llm.shutdown()
     return found
 
 
 async def answers_of_clients(
-    folder: Path, requests: list[Request], limits: dict[str, Any], *, kill_every: int, seed: int
+    folder: Path,
+    requests: list[Request],
+    limits: dict[str, Any],
+    *,
+    kill_every: int,
+    seed: int,
+    settings: dict[str, Any] = SETTINGS,
 ) -> list[list[int]]:
     """Return the tokens that clients got, some of whom left early. Kill the core meanwhile."""
     chance, clients = random.Random(seed), asyncio.Semaphore(CLIENTS)
@@ -125,7 +134,7 @@ async def answers_of_clients(
             psutil.Process(llm.replicas[0].link.pid).kill()
         return tokens
 
-    async with AsyncLLM(str(folder), **SETTINGS, **limits) as llm:
+    async with AsyncLLM(str(folder), **settings, **limits) as llm:
         return await asyncio.gather(*(ask(llm, index) for index in range(len(requests))))
 
 
@@ -135,20 +144,21 @@ def main() -> None:
     parser.add_argument("--kill-every", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafts", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
     requests = random_requests(given.requests, given.seed)
     half, found = len(requests) // 2, list[list[int]]()
+    settings = SETTINGS if given.device == "cpu" else ON_GPU
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as path:
         folder = checkpoints.save(hybrid(), Path(path))
-        expected = answers_alone(folder, requests)
+        expected = answers_alone(folder, requests, settings)
         if given.drafts:
             requests = with_predictions(requests, expected)
         for limits, some in ((SMALL, requests[:half]), (SWAP, requests[half:])):
             limits = limits | DRAFTS if given.drafts else limits
-            clients = answers_of_clients(
-                folder, some, limits, kill_every=given.kill_every, seed=given.seed
-            )
+            kills = {"kill_every": given.kill_every, "seed": given.seed}
+            clients = answers_of_clients(folder, some, limits, settings=settings, **kills)
             with predictions_are_ids():
                 found += asyncio.run(clients)
     num_kills = sum(count // given.kill_every for count in (half, len(requests) - half))

@@ -59,12 +59,17 @@ def test_captured_towers_compute_the_same(folder, name):
     assert encoder._graphs
     random = np.random.RandomState(0)
     tower = encoder.tower.tower
-    smallest = (tower.side // tower.merge,) * 2 if tower.is_tiled else (1, 1)
-    for grids in ([(8, 9)], [(16, 8)], [(16, 9), (3, 30)], [(40, 51)], [(5, 5)] * 20, [smallest]):
-        counts = [tower.num_patches(grid) * tower.patches.pixels for grid in grids]
+    grids = [[(8, 9)], [(16, 8)], [(16, 9), (3, 30)], [(40, 51)], [(5, 5)] * 20, [(1, 1)]]
+    if tower.is_tiled:
+        side = tower.side // tower.merge
+        grids = [[(rows * side, columns * side) for rows, columns in one] for one in grids]
+    for some in grids:
+        counts = [tower.num_patches(grid) * tower.patches.pixels for grid in some]
         data = [random.randint(0, 256, n, dtype=np.uint8).tobytes() for n in counts]
-        found = encoder.encode(data, grids).clone()
+        found = encoder.encode(data, some).clone().double()
         graphs, encoder._graphs = encoder._graphs, {}
-        torch.testing.assert_close(found, encoder.encode(data, grids))
+        expected = encoder.encode(data, some).double()
         encoder._graphs = graphs
+        # Products of other numbers of rows are rounded differently.
+        assert (found - expected).norm() < 4 * 2**-8 * expected.norm()
     llm.shutdown()
