@@ -73,6 +73,25 @@ def gate_rows(x: Tensor, gate: Tensor) -> None:
     )
 
 
+def add_gated(y: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> None:
+    """Add shared * sigmoid(x · gate) to y, in place: one gate for each row, computed in fp32.
+
+    y, shared: [rows, size]; x: [rows, columns]; gate: [1, columns]."""
+    pdl = supported(y.device)
+    _add_gated_kernel[(len(y),)](
+        y,
+        shared,
+        x,
+        gate,
+        y.shape[1],
+        x.shape[1],
+        CHUNK=CHUNK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+
+
 def check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"activation {kind!r} is not one of {', '.join(KINDS)}")
@@ -164,6 +183,30 @@ def _gate_rows_kernel(x_ptr, gate_ptr, stride, size, CHUNK: tl.constexpr, PDL: t
     x = tl.load(own, mask=live, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride + column, mask=live, other=0.0).to(tl.float32)
     tl.store(own, (x * tl.sigmoid(gate)).to(x_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _add_gated_kernel(
+    y_ptr, shared_ptr, x_ptr, gate_ptr, size, columns, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """Add one row to another, times its gate."""
+    row = tl.program_id(0).to(tl.int64)
+    offset = tl.arange(0, CHUNK)
+    wait(PDL)
+    release(PDL)
+    sums = tl.zeros((CHUNK,), tl.float32)
+    for begin in range(0, columns, CHUNK):
+        column = begin + offset
+        x = tl.load(x_ptr + row * columns + column, mask=column < columns, other=0.0)
+        gate = tl.load(gate_ptr + column, mask=column < columns, other=0.0)
+        sums += x.to(tl.float32) * gate.to(tl.float32)
+    share = tl.sigmoid(tl.sum(sums, 0))
+    for begin in range(0, size, CHUNK):
+        column = begin + offset
+        own = row * size + column
+        y = tl.load(y_ptr + own, mask=column < size, other=0.0).to(tl.float32)
+        y += share * tl.load(shared_ptr + own, mask=column < size, other=0.0).to(tl.float32)
+        tl.store(y_ptr + own, y.to(y_ptr.dtype.element_ty), mask=column < size)
 
 
 @triton.jit

@@ -59,6 +59,7 @@ _AFFINE = Early(constant=("weight_ptr", "bias_ptr"))
 
 EARLY = {
     "activation._activation_kernel": Early(),
+    "activation._add_gated_kernel": Early(),
     "activation._gate_rows_kernel": Early(),
     "activation._soft_cap_kernel": Early(),
     "all_reduce._all_gather_kernel": Early(),
@@ -93,7 +94,7 @@ EARLY = {
             "state_ptr",
         ),
     ),
-    "delta_net._verify_kernel": Early(),
+    "verify._verify_kernel": Early(),
     "embedding._embed_kernel": Early(),
     "expert_kernels.down_kernel": Early(
         recent=("id_ptr", "table_ptr", "pair_ptr", "share_ptr"), fetched=("weight_ptr",)

@@ -31,19 +31,19 @@ from toolkit.kernels.triton.products import fp8, fp8_matmul, linear
 from toolkit.kernels.triton.products.grouped import _grouped_kernel
 from toolkit.kernels.triton.products.lora import _delta_kernel, _shrink_kernel
 from toolkit.kernels.triton.products.matmul import _tile_kernel
+from toolkit.kernels.triton.recurrent.chunks import (
+    _gated_norm_kernel,
+    _reads_kernel,
+    _scan_kernel,
+    _solve_kernel,
+)
 from toolkit.kernels.triton.recurrent.convolution import (
     _convolution_step_kernel,
     _convolve_kernel,
     _remember_kernel,
 )
-from toolkit.kernels.triton.recurrent.delta_net import (
-    _delta_step_kernel,
-    _gated_norm_kernel,
-    _reads_kernel,
-    _scan_kernel,
-    _solve_kernel,
-    _verify_kernel,
-)
+from toolkit.kernels.triton.recurrent.delta_net import _delta_step_kernel
+from toolkit.kernels.triton.recurrent.verify import _verify_kernel
 from toolkit.kernels.triton.sampling.drafts import _draft_inputs_kernel
 from toolkit.kernels.triton.sampling.logprobs import _blocks_kernel, _records_kernel
 from toolkit.kernels.triton.sampling.sampling import _choose_kernel, _statistics_kernel

@@ -107,6 +107,18 @@ def test_gates_multiply_rows(activations, device, dtype):
     torch.testing.assert_close(x, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gated_rows_are_added(activations, device, dtype):
+    torch.manual_seed(0)
+    y, shared = torch.randn(2, 3, 1100, device=device).to(dtype)
+    x, gate = torch.randn(3, 2500, device=device).to(dtype), torch.randn(1, 2500, device=device)
+    gate = (gate / 50).to(dtype)
+    share = (x.double() @ gate.double().T).sigmoid()
+    expected = (y.double() + share * shared.double()).to(dtype)
+    activations.add_gated(y, shared, x, gate)
+    torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 def test_unsupported_inputs_are_errors(activations):
     with pytest.raises(ValueError, match="'tanh' is not one of silu"):
         activations.activation(torch.ones(2, 4), "tanh")

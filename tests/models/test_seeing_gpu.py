@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests import pictured
 from tests.models.test_seeing import GREEDY

@@ -32,6 +32,7 @@ from toolkit.models import describe
 from toolkit.models.model import PagedAttention
 from toolkit.models.rotary import RotaryTables
 from toolkit.weights.activation import activation_kind, gate_kind
+from toolkit.weights.kinds.plain import GPUWeight
 from toolkit.weights.quantization import target_device, unquantized
 from toolkit.weights.slots import JoinedSlot, Slot, Slots
 from toolkit.weights.weight import parameter
@@ -295,9 +296,12 @@ class ExpertsMix(Mix):
         y: torch.Tensor = self.experts(x, *self.router(x, live))
         if self.shared is not None:
             shared = self.shared.output(self.shared(x, batch))
-            if self.shared_gate is not None:
-                shared = shared * self.shared_gate(x).sigmoid()
-            y = y + shared
+            if self.shared_gate is None:
+                y = y + shared
+            elif isinstance(weight := self.shared_gate.weight, GPUWeight):  # without adapters
+                weight.kernels.add_gated(y, shared, x, weight.values)
+            else:
+                y = y + shared * self.shared_gate(x).sigmoid()
         return y
 
 

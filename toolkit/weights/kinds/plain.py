@@ -84,16 +84,16 @@ class GPUWeight(PlainWeight):
 
     def __init__(self, values: torch.Tensor, kernels: TritonKernels) -> None:
         super().__init__(values)
-        self._kernels = kernels
+        self.kernels = kernels
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         bias, activation, gated, _, out, factors = epilogue
-        return self._kernels.product(
+        return self.kernels.product(
             x, self.values, bias, activation, gated=gated, out=out, factors=factors
         )
 
     def fuses_norm(self, num_tokens: int) -> bool:
-        return self._kernels.fuses_norm(num_tokens, self.values)
+        return self.kernels.fuses_norm(num_tokens, self.values)
 
     def add_norm(
         self,
@@ -104,7 +104,7 @@ class GPUWeight(PlainWeight):
         square_sums: torch.Tensor,
     ) -> Unscaled:
         assert epilogue.activation is None
-        return self._kernels.product_add_norm(
+        return self.kernels.product_add_norm(
             x,
             self.values,
             residual,
@@ -116,7 +116,7 @@ class GPUWeight(PlainWeight):
         )
 
     def take_shard(self, ids: torch.Tensor, shard: Shard) -> torch.Tensor:
-        return self._kernels.embed_shard(ids, self.values, shard.begin, shard.count)
+        return self.kernels.embed_shard(ids, self.values, shard.begin, shard.count)
 
     def finish(self, epilogue: Epilogue) -> Weight:
         return self
