@@ -85,6 +85,8 @@ complete -c tk -n "__tk_at 'tk serve'" -l requests-per-minute -x -d 'Maximum num
 complete -c tk -n "__tk_at 'tk serve'" -l request-timeout -x -d 'Seconds after which an unfinished request ends with an error'
 complete -c tk -n "__tk_at 'tk serve'" -l shutdown-timeout -x -d 'Seconds for running requests to finish after SIGTERM or Ctrl-C'
 complete -c tk -n "__tk_at 'tk serve'" -l api-workers -x -d 'Processes that serve HTTP'
+complete -c tk -n "__tk_at 'tk serve'" -l web -d 'Serve a chat page at /, for browsers'
+complete -c tk -n "__tk_at 'tk serve'" -l no-web -d 'Serve a chat page at /, for browsers'
 complete -c tk -n "__tk_at 'tk serve'" -l strict -d 'Reject requests with unknown fields, instead of naming the fields in a response header'
 complete -c tk -n "__tk_at 'tk serve'" -l no-strict -d 'Reject requests with unknown fields, instead of naming the fields in a response header'
 complete -c tk -n "__tk_at 'tk serve'" -l trust-request-chat-template -d 'Allow requests with their own chat template'

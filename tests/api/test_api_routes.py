@@ -17,12 +17,11 @@ from toolkit.metrics import Metrics
 EXPECTED = {
     Access.OPEN: {
         "GET /livez", "GET /readyz", "GET /health", "GET /ping", "POST /ping", "GET /version",
-        "GET /metrics",
+        "GET /metrics", "GET /",
     },
     Access.KEY: {
         "GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /load",
         "GET /api/tags", "GET /api/ps", "POST /api/show", "GET /api/version",
-        "GET /",
     },
     Access.ADMIN: {
         "GET /tk/requests", "DELETE /tk/requests/{id}", "POST /reset_prefix_cache",

@@ -159,10 +159,12 @@ def test_wheel_has_every_data_file_of_the_package(tree: Path, names: set[str]):
 def test_wheel_has_no_other_data_files(tree: Path, names: set[str]):
     model = {f"toolkit/demo/model/{path.name}" for path in (tree / "toolkit/demo/model").iterdir()}
     report = {"toolkit/bench/report/report.css", "toolkit/bench/report/report.js"}
+    page = {f"toolkit/api/web/page.{kind}" for kind in ("css", "html")}
+    page |= {f"toolkit/api/web/{name}.js" for name in ("chat", "connection", "markdown", "store")}
     library = {LIBRARY} if HAS_COMPILER else set()
     assert "toolkit/demo/model/model.safetensors" in model
     data = {name for name in names if not name.endswith(".py") and not name.startswith(INFO)}
-    assert data == model | report | library | shared_files(tree)
+    assert data == model | report | page | library | shared_files(tree)
 
 
 def test_wheel_has_no_tools_tests_or_training_data(tree: Path, names: set[str]):

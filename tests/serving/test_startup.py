@@ -54,6 +54,7 @@ def test_the_ready_card_has_model_device_cache_and_url(server: Server) -> None:
     assert re.search(r"65,536 tokens: 8\.0 requests of the full 8,192", server.stderr)
     assert re.search(r"sampling +temperature 1 \(by default\)", server.stderr)
     assert re.search(rf"URL +{re.escape(server.url)}", server.stderr)
+    assert f"open {server.url} in a browser" in server.stderr
     assert re.search(r"ready in \d+\.\d s", server.stderr)
 
 

@@ -20,6 +20,7 @@ from toolkit.api.ollama import embed as ollama_embed
 from toolkit.api.ollama import models as ollama_models
 from toolkit.api.openai import chat, completions, models, responses, tokenize
 from toolkit.api.pooling import embeddings, score
+from toolkit.api.web import page
 from toolkit.errors import ToolkitError
 from toolkit.version import __version__
 
@@ -27,7 +28,7 @@ ROUTERS = [
     module.router
     for module in (
         completions, chat, responses, messages, embeddings, score, tokenize, models, ollama_chat,
-        ollama_embed, ollama_models, metrics, health, operation, adapters,
+        ollama_embed, ollama_models, page, metrics, health, operation, adapters,
     )
 ]  # fmt: skip
 OPEN_DOCS = ("/docs", "/redoc", "/openapi.json", DOCS_FILES)

@@ -40,7 +40,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = option(
         (),
         "Key that requests must send. The header is 'Authorization: Bearer KEY'. May be repeated; "
-        "TK_API_KEY separates several with commas. Probes, /metrics, /version and /docs need no "
+        "TK_API_KEY separates several with commas. Probes, /metrics, /version, /docs and / need no "
         "key. ps shows the flag to every user of the machine; --api-key-file and TK_API_KEY keep "
         "the key out of it.",
         subject="Keys, TLS and browsers",
@@ -122,10 +122,15 @@ class ServerConfig:
         minimum=1,
         maximum=64,
     )
+    web: bool = option(
+        True,
+        "Serve a chat page at /, for browsers. It works offline and needs no key; its requests do, "
+        "if the server has keys.",
+        subject="Requests and answers",
+    )
     strict: bool = option(
         False,
         "Reject requests with unknown fields, instead of naming the fields in a response header.",
-        subject="Requests and answers",
     )
     trust_request_chat_template: bool = option(
         False,

@@ -43,6 +43,8 @@ def print_ready_card(
         table.add_row(*fact)
     more = f"  (OpenAI API at {url}/v1, docs at {url}/docs)"
     table.add_row("URL", Text.assemble((url, "bold"), more))
+    if config.web and config.uds is None:
+        table.add_row("chat", f"open {url} in a browser")
     SafeConsole(stderr=True).print(Panel(table, title=title, title_align="left", expand=False))
     print(f"Try:\n{curl}", file=sys.stderr, flush=True)
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from toolkit.api.http.body_fields import JsonRoute, RequestBody
-from toolkit.api.http.openapi import answers, nothing
+from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import ServedModel, Server, Target, server_of, target_of
 from toolkit.api.ollama.replies import (
@@ -120,12 +120,6 @@ async def show(body: ShowRequest, request: Request) -> Response:
 
 
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # names of sampling defaults that differ
-
-
-@router.get("/", response_model=None, responses=nothing("The server is running"))
-async def root() -> Response:
-    """Report that the server runs: Ollama's command line asks before it sends a request."""
-    return PlainTextResponse("tk is running")
 
 
 @router.get("/api/version", response_model=None, responses=answers(OllamaVersion))
