@@ -54,8 +54,8 @@ def test_committed_pages_are_up_to_date():
     generated = generate()
     committed = {
         f"{folder}/{path.name}": path.read_text()
-        for folder in ("man", "completions")
-        for path in (ROOT / folder).iterdir()
+        for folder, kind in (("man", "*"), ("completions", "*"), ("docs/images", "*.svg"))
+        for path in (ROOT / folder).glob(kind)
     }
     assert committed.keys() == generated.keys()
     stale = [name for name in generated if generated[name] != committed[name]]

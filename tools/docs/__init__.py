@@ -1,18 +1,17 @@
-"""Generate man pages and completion scripts from the settings and commands: `make docs`."""
+"""Generate man pages, completion scripts and pictures of terminals: `make docs`."""
 
 from __future__ import annotations
 
 from tools.docs.completions import bash, fish, zsh
 from tools.docs.pages import pages
+from tools.docs.terminal import terminal_pictures
 from tools.docs.tree import program
 
 
 def generate() -> dict[str, str]:
     """Return the text of each generated file, by its path in the repository."""
     tk = program()
-    manual = {f"man/{name}": text for name, text in pages(tk).items()}
-    return manual | {
-        "completions/tk.bash": bash(tk),
-        "completions/_tk": zsh(tk),
-        "completions/tk.fish": fish(tk),
-    }
+    files = {f"man/{name}": text for name, text in pages(tk).items()}
+    files |= {f"docs/images/{name}": text for name, text in terminal_pictures().items()}
+    completions = {"tk.bash": bash(tk), "_tk": zsh(tk), "tk.fish": fish(tk)}
+    return files | {f"completions/{name}": text for name, text in completions.items()}

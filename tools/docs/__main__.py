@@ -1,4 +1,4 @@
-"""`python -m tools.docs`: write man/ and completions/, and remove outdated files from them."""
+"""`python -m tools.docs`: write man/, completions/ and pictures, and remove outdated files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tools.docs import generate
 ROOT = Path(__file__).parents[2]
 
 files = generate()
-for folder in ("man", "completions"):
+for folder, kind in (("man", "*"), ("completions", "*"), ("docs/images", "*.svg")):
     (ROOT / folder).mkdir(exist_ok=True)
-    for path in (ROOT / folder).iterdir():
+    for path in (ROOT / folder).glob(kind):
         if f"{folder}/{path.name}" not in files:
             path.unlink()
 for name, text in files.items():
     (ROOT / name).write_text(text)
-print(f"Wrote {len(files)} files to man/ and completions/.")
+print(f"Wrote {len(files)} files to man/, completions/ and docs/images/.")
