@@ -23,6 +23,26 @@ CONFIGS = {
     "qwen3": ("Qwen3", SIZES),
     "mistral": ("Mistral", SIZES | {"sliding_window": 100}),
     "fp8 in blocks": ("Qwen3", SIZES | {"quantization_config": FP8}),
+    "hybrid": (
+        "Qwen3_5Moe",
+        {
+            "vocab_size": 1500,
+            "max_position_embeddings": 16384,
+            "hidden_size": 1024,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+        },
+    ),
     "gpt2": ("GPT2", {"n_layer": 3, "n_embd": 768, "n_head": 12, "vocab_size": 1501}),
 }
 DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
@@ -47,6 +67,8 @@ CASES = {
         "qwen3",
         {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8", "drafter": "eagle3"},
     ),
+    "hybrid": ("hybrid", {"dtype": "bfloat16"}),
+    "hybrid, drafts": ("hybrid", {"dtype": "bfloat16", **DRAFTS}),
     "gpt2": ("gpt2", {"dtype": "float16"}),
     "float32, fewer requests": ("gpt2", {"dtype": "float32", "max_num_seqs": 5}),
 }
