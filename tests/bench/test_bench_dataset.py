@@ -87,6 +87,13 @@ def test_prefixes_are_shared_and_the_rest_is_not():
     assert len({tuple(ids[30:]) for ids in found}) == 100
 
 
+def test_extra_fields_are_added_to_every_body():
+    found = bodies(2, extra_body={"temperature": 0.7, "logit_bias": {"1": 2}})
+    assert [(one["temperature"], one["logit_bias"]) for one in found] == [(0.7, {"1": 2})] * 2
+    with pytest.raises(ConfigError, match="--extra-body cannot set stream"):
+        BenchConfig(extra_body={"stream": False})
+
+
 class TestCustom:
     def test_prompts_are_sent_unchanged_and_start_over(self, tmp_path):
         path = lines(

@@ -176,6 +176,23 @@ async def test_json_is_versioned_complete_and_without_secrets(server):
     assert b"hidden" not in text
 
 
+def test_json_has_the_fields_of_vllm():
+    """Latencies count from sending, which `outcome` does a millisecond late."""
+    given = outcome(seconds=5.0, goodput=("ttft:1000",), metric_percentiles="90,99.5")
+    found = as_json(given)
+    assert found["completed"] == found["num_prompts"] == 100
+    assert found["total_token_throughput"] == pytest.approx(100 * (128 + 21) / found["duration"])
+    assert found["request_goodput"] == found["request_throughput"]
+    assert found["request_rate"] == 20.0
+    for name in ("ttft", "e2el"):
+        for field in ("mean", "p90", "p99.5"):
+            seconds = found[f"service_{name}_s"][field]
+            assert found[f"{field}_{name}_ms"] == pytest.approx(seconds * 1e3)
+    for name in ("tpot", "itl"):
+        assert found[f"median_{name}_ms"] == pytest.approx(10, rel=0.1)
+        assert found[f"std_{name}_ms"] == pytest.approx(found[f"{name}_s"]["std"] * 1e3)
+
+
 async def test_key_and_headers_are_sent_with_every_request(server):
     await measure(
         config(server, num_prompts=2, api_key="secret", header=("X-Team=blue", "X-Odd=a=b"))

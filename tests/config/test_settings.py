@@ -217,11 +217,29 @@ class TestValues:
 
     @pytest.mark.parametrize(
         ("variable", "text"),
-        [("TK_PORT", "http"), ("TK_PORT", "80.5"), ("TK_SWAP_SPACE", "4GB"), ("TK_SEED", "")],
+        [
+            ("TK_PORT", "http"),
+            ("TK_PORT", "k"),
+            ("TK_PORT", "0.0001K"),
+            ("TK_PORT", "8 k"),
+            ("TK_PORT", "80.5"),
+            ("TK_SWAP_SPACE", "4GB"),
+            ("TK_SEED", ""),
+        ],
     )
     def test_variable_that_is_not_a_number_is_refused(self, toml, variable, text):
         with pytest.raises(ConfigError, match=f"{variable} must be a.* number; got '{text}'"):
             resolve(ROWS, {}, {variable: text})
+
+    @pytest.mark.parametrize(
+        ("text", "number"), [("8k", 8000), ("8K", 8192), ("1.5m", 1_500_000), ("1M", 2**20)]
+    )
+    def test_whole_numbers_have_suffixes(self, toml, text, number):
+        assert resolve(ROWS, {}, {"TK_SEED": text}) == {"seed": number}
+
+    def test_variable_may_be_a_list_in_json(self, toml):
+        found = resolve(ROWS, {}, {"TK_API_KEY": '["a,b", "c"]'})
+        assert found == {"api_key": ("a,b", "c")}
 
     @pytest.mark.parametrize(
         ("config", "name", "low", "high"),

@@ -41,6 +41,7 @@ from toolkit import LLM
 from toolkit.chat.commands import COMMANDS as CHAT_COMMANDS
 from toolkit.cli.help import settings_of
 from toolkit.cli.root import tree
+from toolkit.cli.vllm import rules_of
 from toolkit.config.sources import CHECK_MEMORY, FILE_VARIABLE
 from toolkit.demo import MODEL_DIR
 from toolkit.engine.cores import core_client
@@ -390,7 +391,9 @@ def test_data_is_well_formed():
             configparser.ConfigParser().read_string(block.text)
 
 
-BY_COMMAND = dict(COMMANDS)
+BY_COMMAND = {
+    path: flags | {*rules_of(" ".join(path[1:]))} for path, flags in COMMANDS
+}  # vLLM's flags, too
 FLAGS = set().union(*BY_COMMAND.values())
 OTHER_PROGRAMS = re.compile(r"(pip|ray) ")
 

@@ -21,7 +21,7 @@ from toolkit.config.sources import FILE_VARIABLE
 from toolkit.errors import ConfigError
 from toolkit.logs import DEBUG
 from toolkit.metrics import Metrics
-from tools.docs import generate
+from tools.docs import FOLDERS, generate
 from tools.docs.prose import PROSE
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_committed_pages_are_up_to_date():
     generated = generate()
     committed = {
         f"{folder}/{path.name}": path.read_text()
-        for folder, kind in (("man", "*"), ("completions", "*"), ("docs/images", "*.svg"))
+        for folder, kind in FOLDERS
         for path in (ROOT / folder).glob(kind)
     }
     assert committed.keys() == generated.keys()

@@ -9,8 +9,9 @@ import pytest
 from tests import checkpoints
 from tests.models.gguf_models import write_model
 from toolkit import LLM, SamplingParams
+from toolkit.config import ModelConfig
 from toolkit.engine.front.input_processor import load_default_sampling
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, ConfigError
 from toolkit.inventory.card import sampling
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.sampling.params import describe_sampling
@@ -47,6 +48,26 @@ def test_defaults_out_of_range_are_refused_at_start(folder):
         LLM(str(folder), device="cpu")
 
 
+def test_settings_replace_the_models_defaults(folder, tmp_path):
+    write_defaults(folder, temperature=0.5, top_k=7)
+    other = tmp_path / "other"
+    other.mkdir()
+    for settings, expected in (
+        ({"generation_config": "none"}, {}),
+        ({"override_generation_config": {"top_k": 3}}, {"temperature": 0.5, "top_k": 3}),
+        ({"generation_config": "none", "override_generation_config": {"top_p": 0.5}},
+         {"top_p": 0.5}),
+    ):  # fmt: skip
+        assert load_default_sampling(folder, ModelConfig(**settings)) == expected
+    chosen = ModelConfig(generation_config=str(other))
+    with pytest.raises(ConfigError, match=r"--generation-config: there is no .*other"):
+        load_default_sampling(folder, chosen)
+    write_defaults(other, top_k=9)
+    assert load_default_sampling(folder, chosen) == {"top_k": 9}
+    with pytest.raises(ConfigError, match=r"unknown field 'temp'; known: .* Did you mean"):
+        ModelConfig(override_generation_config={"temp": 0.1})
+
+
 def test_do_sample_false_is_greedy(folder):
     write_defaults(folder, do_sample=False)
     assert LLM(str(folder), device="cpu").get_default_sampling_params() == SamplingParams(
@@ -74,7 +95,7 @@ def test_gguf_files_have_their_own_defaults_or_those_of_llama_cpp(
 ):
     model = checkpoints.make_reference("llama3-gqa")
     path = write_model(tmp_path / "model.gguf", model, "llama", **metadata)
-    found = load_default_sampling(path)
+    found = load_default_sampling(path, ModelConfig())
     assert found == pytest.approx(expected)
     assert describe_sampling(found) == text
     assert sampling(read_folder(path, "model")) == text

@@ -114,6 +114,22 @@ def test_wrong_settings_are_one_error(given: dict[str, object], message: str):
         Speculation.parse(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "method", "model"),
+    [
+        ({"model": "org/Small"}, "draft_model", "org/Small"),
+        ({"model": "org/EAGLE3-Llama"}, "eagle3", "org/EAGLE3-Llama"),
+        ({"model": "org/EAGLE-Llama"}, "eagle", "org/EAGLE-Llama"),
+        ({"model": "[ngram]"}, "ngram", None),
+        ({"method": "deepseek_mtp"}, "mtp", None),
+    ],
+    ids=str,
+)
+def test_method_is_that_of_the_models_name(given, method: str, model: str | None):
+    found = Speculation.parse(given)
+    assert (found.method, found.model) == (method, model)
+
+
 def test_a_slow_drafter_that_is_always_wrong_is_seldom_asked(monkeypatch):
     """Drafts that take no time of their own are tried again after fewer steps."""
     monkeypatch.setattr(StepCosts, "useful", USEFUL)

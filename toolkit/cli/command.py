@@ -89,12 +89,21 @@ def given_settings(
     `flags`: parsed by Typer. `path`: the words of the command. `root`: Typer's object of `tk`."""
     given = dict(flags)
     for row in rows:
-        if row.type is tuple and not given.get(row.name):
-            given[row.name] = None  # Typer passes an empty list for a repeatable flag not given
-        if row.type is dict and given.get(row.name) is not None:
-            given[row.name] = row.parse(given[row.name], row.flag)
+        value = given.get(row.name)
+        if row.type is tuple:  # Typer passes an empty list for a repeatable flag not given
+            given[row.name] = [text for one in value or () for text in _texts(row, one)] or None
+        elif row.type in (int, dict) and value is not None:
+            given[row.name] = row.parse(value, row.flag)
     given |= _positional([row for row in rows if row.argument], given)
     return resolve(rows, given, path, known_settings(root), file=given.get("config"))
+
+
+def _texts(row: Option, value: str) -> tuple[str, ...]:
+    """Return the values of one use of a repeatable flag: itself, or those of a list in JSON."""
+    if not value.lstrip().startswith("["):
+        return (value,)
+    texts: tuple[str, ...] = row.parse(value, row.flag)
+    return texts
 
 
 def _positional(rows: list[Option], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,9 +186,9 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
     flag = f"{row.flag}/--no-{row.flag[2:]}" if row.type is bool else row.flag
     flags = [flag, *row.aliases]
     metavar = row.metavar or ("|".join(str(c) for c in row.choices) or None)
-    if row.type is tuple:
-        metavar = row.metavar or "<str>"
-    kind_of_value: Any = list[str] if row.type is tuple else str if row.type is dict else row.type
+    if row.type in (tuple, int):  # Typer would name the type that it parses
+        metavar = row.metavar or {tuple: "<str>", int: "<int>"}[row.type]
+    kind_of_value: Any = {tuple: list[str], dict: str, int: str}.get(row.type, row.type)
     hint: Any = Annotated[
         kind_of_value | None,
         typer.Option(

@@ -3,6 +3,7 @@
 Unknown flags and commands are errors that suggest the nearest names."""
 
 import inspect
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +12,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from toolkit.cli.names import ALIASES, SUBJECTS
+from toolkit.cli.vllm import translate
 from toolkit.config.fields import Option
 from toolkit.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 HELP_FLAGS = ["-h", "--help"]
 ALL = "--help-all"
@@ -53,8 +57,9 @@ def repeat_flags(args: list[str], rows: dict[str, Option]) -> list[str]:
     """Repeat a flag before each of its values, so that it accepts several words as in vLLM.
 
     `--goodput ttft:200 tpot:50` becomes `--goodput ttft:200 --goodput tpot:50`. A word is a value
-    if it has the sign (`:` or `=`) of the flag's metavar. If that is `...`, every word is one, but
-    only after the command's argument, which would be taken for a value."""
+    if it has the sign (`:` or `=`) of the flag's metavar, or is a JSON object. If the sign is
+    `...`, every word is one, but only after the command's argument, which would be taken for a
+    value."""
     signs = {
         row.flag: sign
         for row in rows.values()
@@ -73,7 +78,11 @@ def repeat_flags(args: list[str], rows: dict[str, Option]) -> list[str]:
         sign = signs.get(flag, "")
         if word.startswith("-") and not is_first_value:
             flag = word if word in signs else ""
-        elif not is_first_value and flag and (has_argument if sign == "..." else sign in word):
+        elif (
+            not is_first_value
+            and flag
+            and (has_argument if sign == "..." else sign in word or word[0] == "{")
+        ):
             repeated.append(flag)
         elif not is_first_value:
             flag, has_argument = "", True
@@ -104,6 +113,11 @@ class _HelpMixin:
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raise ConfigError for an unknown flag, with the nearest flags."""
         try:
+            command = " ".join(ctx.command_path.split()[1:])
+            is_group = hasattr(self, "commands")
+            args, notes = translate(args, settings_of(self), command, is_group=is_group)
+            for note in notes:
+                logger.warning("%s", note)
             args = repeat_flags(args, settings_of(self))
             rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # Typer's
         except typer.TyperException as error:

@@ -19,6 +19,8 @@ DEMO = "tk-demo"
 """Name of the demo model, unless there is a folder of that name."""
 MAX_GIB = 2.0**20  # more than any machine has; rejects infinity
 MAX_SEED = 2**63 - 1  # also for requests
+REQUEST_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters that a model's generation_config.json sets for requests without them."""
 ENGINE_VARIABLE = "TOOLKIT_ENGINE"
 """Environment variable with an engine process's index among --data-parallel-size engines."""
 MEMORY_VARIABLE = "TOOLKIT_MEMORY"
@@ -99,6 +101,18 @@ class ModelConfig:
         "first token's (cls). With it a generative model also serves /v1/embeddings. Default: as "
         "the model's folder specifies.",
     )
+    generation_config: str | None = option(
+        None,
+        "Folder whose generation_config.json has the defaults of requests, such as temperature and "
+        "top_p; none: there are none. Default: the model's folder.",
+        metavar="FOLDER",
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        'Defaults of requests that replace those, as a JSON object such as {"temperature": 0.6}. '
+        f"Fields: {', '.join(REQUEST_DEFAULTS)}.",
+        metavar="JSON",
+    )
     seed: int = option(
         0,
         "Seed for sampling, for requests without a seed of their own.",
@@ -108,6 +122,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
+        for name in self.override_generation_config or {}:
+            if name not in REQUEST_DEFAULTS:
+                raise ConfigError(
+                    f"--override-generation-config: unknown field {name!r}; known: "
+                    f"{', '.join(REQUEST_DEFAULTS)}.{did_you_mean(name, REQUEST_DEFAULTS)}",
+                    param="override_generation_config",
+                )
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -465,7 +486,7 @@ class PictureConfig:
         (),
         "Host whose pictures may be fetched by http and https. A leading dot allows all below it. "
         "May be repeated. Default: none; data: URLs always work.",
-        metavar="HOST",
+        metavar="HOST...",
     )
 
     def __post_init__(self) -> None:

@@ -17,6 +17,11 @@ from toolkit.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 MASK = "***"  # shown in place of a secret
+MULTIPLIERS = {
+    letter: base**power
+    for letters, base in (("kmgt", 1000), ("KMGT", 1024))
+    for power, letter in enumerate(letters, 1)
+}  # suffixes of whole numbers, as in vLLM: 8k is 8,000, 8K is 8,192
 
 
 def option(
@@ -167,6 +172,8 @@ class Option:
                     f"{source} is not valid JSON: {error}. It got {text!r}.", param=self.name
                 ) from None
         if self.type is tuple:
+            if text.lstrip().startswith("["):
+                return self.check(_parse_list(text), source)
             parts = [part.strip() for part in text.split(",") if part.strip()]
             if not parts and self.is_blank_key(""):
                 parts = [""]  # refused: a variable that is set must hold a key
@@ -179,13 +186,33 @@ class Option:
                 return False
             raise ConfigError(f"{source} must be true or false; got {text!r}.", param=self.name)
         try:
-            return self.check(self.type(text), source)
+            value = parse_int(text) if self.type is int else self.type(text)
+            return self.check(value, source)
         except ValueError as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
                 f"{source} must be {_type_name(self.type)}; got {text!r}.", param=self.name
             ) from None
+
+
+def parse_int(text: str) -> int:
+    """Parse a whole number such as 8192, 8k, 8K or 1.5m. Raises ValueError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([kmgtKMGT])\s*", text)
+    if found is None:
+        return int(text)
+    number = float(found[1]) * MULTIPLIERS[found[2]]
+    if not number.is_integer():
+        raise ValueError(f"{text} is not a whole number")
+    return int(number)
+
+
+def _parse_list(text: str) -> Any:
+    """Return a list in JSON, or the text if it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def options(config: type) -> list[Option]:

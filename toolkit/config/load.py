@@ -2,8 +2,9 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.config.clients import server_url
 from toolkit.config.fields import check_all, option
@@ -13,6 +14,8 @@ ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """vLLM's names: time to first token, per output token, inter-token latency, end to end."""
 DEFAULT_NUM_PROMPTS = 200
+MEASURED_FIELDS = ("model", "prompt", "messages", "max_tokens", "stream", "stream_options")
+"""Fields of a request that --extra-body cannot set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,12 @@ class BenchConfig:
     ignore_eos: bool = option(
         True, "Request answers of full length, past the end-of-sequence token."
     )
+    extra_body: Mapping[str, Any] | None = option(
+        None,
+        'Fields to add to the body of every request, as a JSON object such as {"temperature": '
+        "0.7}. Without it requests are greedy.",
+        metavar="JSON",
+    )
     seed: int | None = option(
         None,
         "Seed of arrivals, lengths and prompts. Each run of a sweep or a search adds one. "
@@ -225,6 +234,13 @@ class BenchConfig:
                 f"The dataset {self.dataset_name} needs a file: set --dataset-path.",
                 param="dataset_path",
             )
+
+        for name in MEASURED_FIELDS:
+            if name in (self.extra_body or {}):
+                raise ConfigError(
+                    f"--extra-body cannot set {name}, which the measurement sets.",
+                    param="extra_body",
+                )
 
     def _check_lists(self) -> None:
         for name in self.metrics:

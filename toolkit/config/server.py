@@ -2,11 +2,20 @@
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.config.fields import check_all, option
 from toolkit.errors import ConfigError
+
+TEMPLATE_NAMES = frozenset(
+    {
+        "tokenize", "return_tensors", "return_dict", "chat_template", "conversation", "messages",
+        "allow_special_tokens", "self", "tools",
+    }
+)  # fmt: skip
+"""Input of chat templates that chat_template_kwargs cannot set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +52,7 @@ class ServerConfig:
         "TK_API_KEY separates several with commas. Probes, /metrics, /version, /docs and / need no "
         "key. ps shows the flag to every user of the machine; --api-key-file and TK_API_KEY keep "
         "the key out of it.",
+        metavar="KEY...",
         subject="Keys, TLS and browsers",
         common=True,
     )
@@ -132,6 +142,12 @@ class ServerConfig:
         False,
         "Reject requests with unknown fields, instead of naming the fields in a response header.",
     )
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "Input of the chat template that requests may replace, as a JSON object such as "
+        '{"enable_thinking": false}.',
+        metavar="JSON",
+    )
     trust_request_chat_template: bool = option(
         False,
         "Allow requests with their own chat template. It runs in a sandbox, in a separate process.",
@@ -207,6 +223,12 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_all(self)
         self._check_tls()
+        reserved = sorted(TEMPLATE_NAMES & set(self.default_chat_template_kwargs or {}))
+        if reserved:
+            raise ConfigError(
+                f"--default-chat-template-kwargs cannot set {', '.join(reserved)}.",
+                param="default_chat_template_kwargs",
+            )
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://[^\s/?#]+(/\S*)?", endpoint):
             raise ConfigError(

@@ -30,6 +30,7 @@ class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Speculation:
         """Check the JSON of --speculative-config. Raises ConfigError."""
+        given = _with_method(given)
         problem = _problem_of(given)
         if problem is None:
             default = {"ngram": 4, "mtp": 1}.get(given["method"], 3)
@@ -57,6 +58,20 @@ class Speculation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.method not in WITHOUT_MODEL and not self.model:
             return f"the method {self.method} needs a model"
         return None
+
+
+def _with_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the JSON with the method that vLLM would choose by the model's name."""
+    method, model = given.get("method"), given.get("model")
+    if isinstance(method, str) and method.endswith("_mtp"):
+        return {**given, "method": "mtp"}  # older names: deepseek_mtp
+    if method is not None or not isinstance(model, str):
+        return given
+    if model in ("ngram", "[ngram]"):
+        return {**given, "method": "ngram", "model": None}
+    name = model.lower()
+    found = "eagle3" if "eagle3" in name else "eagle" if "eagle-" in name else "draft_model"
+    return {**given, "method": found}
 
 
 def _problem_of(given: Mapping[str, Any]) -> str | None:

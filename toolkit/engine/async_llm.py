@@ -155,7 +155,7 @@ class AsyncLLM:
             raise
         info = smallest_core(infos)
         pictures = make_pictures(info.sight, self.config.pictures)
-        self._use_cores(InputProcessor(folder, loaded, info, pictures))
+        self._use_cores(InputProcessor(folder, loaded, info, config.model, pictures))
         for replica in self.replicas:
             self.cores.watch(replica.index)
 

@@ -107,7 +107,7 @@ class LLM:
         self.adapters = AdapterRegistry(config.lora)
         self.adapters.start(self.info.adapters)
         self.tokenizer = load_tokenizer(tokenizer_folder, wanted.chat_template)
-        self._inputs = InputProcessor(self.folder, self.tokenizer, self.info)
+        self._inputs = InputProcessor(self.folder, self.tokenizer, self.info, wanted)
         self._pooling = PoolingProcessor(self._inputs)
         self._outputs = OutputProcessor(self.tokenizer)
         self._features = FeatureStore()

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from toolkit.config.engine import REQUEST_DEFAULTS
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.structured_outputs import THINK_END as THINK_END
 from toolkit.sampling.structured_outputs import THINK_START as THINK_START
@@ -274,15 +275,12 @@ class PoolingParams(msgspec.Struct, array_like=True):
     """Position of the second text's first token, if two are compared. 0: one text."""
 
 
-_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
 def default_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
     """Return a model's defaults, as fields of SamplingParams.
 
     `do_sample: false` means greedy decoding. Raises ValueError or TypeError for wrong values."""
     given = generation_config
-    found = {name: given[name] for name in _MODEL_DEFAULTS if given.get(name) is not None}
+    found = {name: given[name] for name in REQUEST_DEFAULTS if given.get(name) is not None}
     if given.get("do_sample") is False:
         found["temperature"] = 0.0
     SamplingParams(**found)
@@ -293,6 +291,6 @@ def describe_sampling(defaults: Mapping[str, Any]) -> str:
     """Describe a model's defaults in a phrase, such as `temperature 0.8, top-k 40`."""
     named = {"temperature": 1.0, **defaults}
     shown = [
-        f"{name.replace('_', '-')} {named[name]:g}" for name in _MODEL_DEFAULTS if name in named
+        f"{name.replace('_', '-')} {named[name]:g}" for name in REQUEST_DEFAULTS if name in named
     ]
     return ", ".join(shown).replace("repetition-penalty", "repetition penalty")

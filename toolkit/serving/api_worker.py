@@ -124,7 +124,7 @@ class APIWorker:
         ]
         info = smallest_core([core.info for core in addresses if core.info is not None])
         pictures = make_pictures(info.sight, engine.config.pictures, keeper_path=self._keeper_path)
-        inputs = InputProcessor(Path(model.folder), tokenizer, info, pictures)
+        inputs = InputProcessor(Path(model.folder), tokenizer, info, engine.config.model, pictures)
         engine.connect_cores(cores, inputs)
         for index, core in enumerate(addresses):
             if core.info is not None:

@@ -156,7 +156,7 @@ async def decode_steps(
     config = EngineConfig.from_settings({"max_num_seqs": batch})
     executor = RandomTokens(batch)
     core, front = EngineCore(config, executor), AsyncLLM(config=config)
-    inputs = InputProcessor(MODEL_DIR, load_tokenizer(MODEL_DIR), executor.info)
+    inputs = InputProcessor(MODEL_DIR, load_tokenizer(MODEL_DIR), executor.info, config.model)
     front.connect_cores([(_Direct(core), executor.info)], inputs)
     params = SamplingParams(max_tokens=900, ignore_eos=True, stop_token_ids=[0], logprobs=logprobs)
     streams = [

@@ -15,12 +15,13 @@ import pytest
 from tests.api.conftest import Reference
 from tests.local import LocalServer
 from tests.server import WAIT, Server, until
+from toolkit.config import ServerConfig
 from toolkit.errors import ConfigError
 from toolkit.text.tokenizer import load_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
-UPPER = "{% for m in messages %}{{ m['content'] | upper }}!{% endfor %}"
+UPPER = "{% for m in messages %}{{ m['content'] | upper }}{{ end | default('!') }}{% endfor %}"
 
 
 def extensions(**more: object) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def lenient(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     served = LocalServer(
         str(model), "--served-model-name", "tiny", "--chat-template", "upper.jinja",
         "--sse-keep-alive", "0.2", "--trust-request-chat-template",
+        "--default-chat-template-kwargs", '{"end": "?"}',
         "--allow-special-tokens-in-messages", "--strict", "--num-gpu-blocks-override", "1024",
         cwd=folder,
     )  # fmt: skip
@@ -110,9 +112,17 @@ def test_request_template_replaces_the_server_template(
     lenient: Server, reference: Reference
 ) -> None:
     with lenient.openai() as client:
-        assert prompt_of(client, HELLO) == reference.tokenizer.encode("HELLO!")
+        assert prompt_of(client, HELLO) == reference.tokenizer.encode("HELLO?")
         asked = prompt_of(client, HELLO, chat_template="<{{ messages[0].content }}>")
         assert asked == reference.tokenizer.encode("<Hello>")
+
+
+def test_server_s_template_options_are_defaults(lenient: Server, reference: Reference) -> None:
+    with lenient.openai() as client:
+        asked = prompt_of(client, HELLO, chat_template_kwargs={"end": "."})
+    assert asked == reference.tokenizer.encode("HELLO.")
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs cannot set tools"):
+        ServerConfig(default_chat_template_kwargs={"tools": []})
 
 
 @pytest.mark.parametrize(
@@ -155,7 +165,7 @@ def test_template_variable_can_have_any_name(lenient: Server, reference: Referen
         )
         own = prompt_of(client, HELLO, chat_template_kwargs=variables)
     assert given == reference.tokenizer.encode("1234")
-    assert own == reference.tokenizer.encode("HELLO!")
+    assert own == reference.tokenizer.encode("HELLO?")
 
 
 def test_bad_server_template_stops_the_start(

@@ -159,7 +159,7 @@ async def _encode_conversation(target: Target, asked: Conversation, request: Req
             "--trust-request-chat-template allows it.",
             param="chat_template",
         )
-    options = dict(asked.options)
+    options = {**(config.default_chat_template_kwargs or {}), **asked.options}
     if asked.tools.tools:
         options["tools"] = [tool.given for tool in asked.tools.tools]
     is_long = asked.length > LONG_CONVERSATION

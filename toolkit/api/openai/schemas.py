@@ -34,6 +34,7 @@ from toolkit.api.openai.tools import (
     ToolUse,
     only_type,
 )
+from toolkit.config.server import TEMPLATE_NAMES
 from toolkit.engine.front.picture_places import content_of, require_picture_role
 from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidParamError, InvalidRequestError
@@ -602,7 +603,7 @@ class ChatRequest(SamplingFields):
     def _template_options(self) -> dict[str, Any]:
         """Return the chat template's input other than the messages and tools."""
         given = self.chat_template_kwargs or {}
-        if reserved := sorted(_RESERVED & set(given)):
+        if reserved := sorted(TEMPLATE_NAMES & set(given)):
             raise InvalidRequestError(
                 f"chat_template_kwargs cannot set {', '.join(reserved)}.",
                 param="chat_template_kwargs",
@@ -623,12 +624,6 @@ class ChatRequest(SamplingFields):
                 continued=self.continue_final_message,
             )
         )
-
-
-_RESERVED = {
-    "tokenize", "return_tensors", "return_dict", "chat_template", "conversation", "messages",
-    "allow_special_tokens", "self", "tools",
-}  # fmt: skip
 
 
 def reasoning_options(effort: str | None) -> dict[str, Any]:

@@ -131,6 +131,7 @@ def request(
     }
     if config.ignore_eos:
         body["ignore_eos"] = True
+    body |= config.extra_body or {}
     return BenchRequest(orjson.dumps(body), max_tokens)
 
 

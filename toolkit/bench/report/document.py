@@ -1,9 +1,11 @@
 """Machine-readable results: one JSON document, and one line of JSON per request."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import orjson
 
 from toolkit.bench.load.record import RequestRecord
@@ -79,7 +81,50 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         },
         "server_metrics": None if outcome.server is None else outcome.server.as_json(),
         "errors": [dataclasses.asdict(group) for group in result.errors],
+        **vllm_fields(outcome),
     }
+
+
+def vllm_fields(outcome: Outcome) -> dict[str, Any]:
+    """Return the fields of the result of `vllm bench serve`: names, meanings and milliseconds.
+
+    Latencies count from sending, as there. Without answers there are none."""
+    result, config = outcome.result, outcome.config
+    done = [record for record in outcome.records if record.ok]
+    answered = [record for record in done if record.first_token is not None]
+    values: dict[str, Any] = {
+        "ttft": [record.service_ttft for record in answered],
+        "tpot": [record.tpot for record in answered if record.tpot is not None],
+        "itl": np.concatenate([*(record.token_gaps() for record in answered), ()]),
+        "e2el": [record.service_e2el for record in done],
+    }
+    found = {
+        "model_id": outcome.model,
+        "num_prompts": result.num_sent,
+        "request_rate": config.request_rate if math.isfinite(config.request_rate) else "inf",
+        "burstiness": config.burstiness if math.isfinite(config.burstiness) else "inf",
+        "max_concurrency": config.max_concurrency,
+        "duration": result.wall,
+        "completed": result.num_succeeded,
+        "total_input_tokens": result.prompt_tokens,
+        "total_output_tokens": result.output_tokens,
+        "request_throughput": result.per_second(result.num_succeeded),
+        "request_goodput": result.num_good and result.per_second(result.num_good),
+        "output_throughput": result.per_second(result.output_tokens),
+        "total_token_throughput": result.per_second(result.prompt_tokens + result.output_tokens),
+        "max_concurrent_requests": result.max_in_flight,
+    }
+    for name in config.metrics:
+        if len(values[name]):
+            times = np.asarray(values[name]) * 1e3
+            found |= {
+                f"mean_{name}_ms": float(times.mean()),
+                f"median_{name}_ms": float(np.median(times)),
+                f"std_{name}_ms": float(times.std()),
+            }
+            for percent in config.percentiles:
+                found[f"p{percent:g}_{name}_ms"] = float(np.percentile(times, percent))
+    return found
 
 
 def settings(outcome: Outcome) -> dict[str, Any]:

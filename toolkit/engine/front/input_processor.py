@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
+from toolkit.config.engine import ModelConfig
 from toolkit.engine.front.features import FeatureSource
 from toolkit.engine.front.picture_places import (
     count_pictures,
@@ -20,6 +21,7 @@ from toolkit.engine.front.pictures import Picture, Pictures
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import (
     CheckpointError,
+    ConfigError,
     ContextLengthError,
     InvalidParamError,
     InvalidRequestError,
@@ -63,6 +65,7 @@ class InputProcessor:
         folder: Path,
         tokenizer: Tokenizer | None,
         info: WorkerInfo,
+        model: ModelConfig,
         pictures: Pictures | None = None,
     ) -> None:
         """pictures: None if prompts are text.
@@ -70,7 +73,7 @@ class InputProcessor:
         Raises CheckpointError, and PluginError for a logits processor that is broken here."""
         self.tokenizer = tokenizer
         self.info, self.pictures = info, pictures
-        self.default_sampling = load_default_sampling(folder)
+        self.default_sampling = load_default_sampling(folder, model)
         self.model_type = load_model_type(folder)
         self._processors = {plugin: plugin.load() for plugin in info.logits_processors}
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
@@ -331,13 +334,22 @@ def require_text(prepared: Iterable[Prepared]) -> None:
         )
 
 
-def load_default_sampling(folder: Path) -> dict[str, Any]:
-    """Read sampling defaults from the model's generation_config.json, as SamplingParams fields.
+def load_default_sampling(folder: Path, model: ModelConfig) -> dict[str, Any]:
+    """Return the sampling defaults of a model, as SamplingParams fields.
 
-    `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range."""
-    path = folder / "generation_config.json"
+    They are those of a generation_config.json, replaced by those of the command line.
+    `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range, and
+    ConfigError if the folder of --generation-config has no such file."""
+    source, overrides = model.generation_config, model.override_generation_config or {}
+    path = (folder if source is None else Path(source).expanduser()) / "generation_config.json"
+    text = None if source == "none" else read_file(path.parent, path.name)
+    if text is None and source not in (None, "none"):
+        raise ConfigError(
+            f"--generation-config: there is no {path}. Give a folder that has one, or none.",
+            param="generation_config",
+        )
     try:
-        return default_sampling(parse_json(read_file(folder, path.name) or "{}"))
+        return default_sampling({**parse_json(text or "{}"), **overrides})
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None
 

@@ -1,0 +1,66 @@
+"""docs/from-vllm.md, made from the table of flags."""
+
+from __future__ import annotations
+
+import textwrap
+
+from toolkit.config.vllm import BENCH, SERVE, Note, Outcome, Refusal, Table, Use
+
+WIDTH = 100
+
+HEAD = """\
+# From vLLM
+
+The flags of `vllm serve` and `vllm bench serve` are those of `tk serve` and `tk bench serve`:
+
+```sh
+tk serve gpt2 -tp 1 --dtype half --max_model_len 1k --enable-auto-tool-choice -O3
+```
+
+- Flags that have the same name and meaning in both are in `tk man serve` and `tk man bench-serve`.
+- The lists below have the rest: flags with another name in tk, flags without an effect, which tk
+  notes on stderr, and flags that tk refuses.
+- Underscores in flags are dashes. `8k` is 8,000, `8K` is 8,192. A flag that begins with "disable"
+  is the opposite of that with "enable". `--hf-overrides.rope_theta 1e6` sets a field of a JSON
+  object.
+- `--config FILE.yaml` is a file of flags. tk's own settings files are [TOML](configuration.md).
+- `--save-result` writes the fields of vLLM's results, next to tk's own: `request_throughput`,
+  `mean_ttft_ms`, `p99_itl_ms` and so on. Latencies in them count from sending.
+
+This page is made from the table that the program reads (`make docs`).
+"""
+
+
+def vllm_page() -> str:
+    """Return the page."""
+    parts = [HEAD]
+    for title, table in (("tk serve", SERVE), ("tk bench serve", BENCH)):
+        parts.append(f"\n## Flags of {title}\n\nWith another name in tk:\n\n{_items(table, Use)}")
+        parts.append(f"\nWithout an effect:\n\n{_items(table, Note)}")
+        parts.append(f"\nRefused:\n\n{_items(table, Refusal)}")
+    return "".join(parts)
+
+
+def _items(table: Table, kind: type[Outcome]) -> str:
+    lines = []
+    for outcome, flags in table:
+        if isinstance(outcome, kind) and (subject := _subject(outcome)):
+            text = f"- {subject}: {_listed(flags)}"
+            lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def _subject(outcome: Outcome) -> str:
+    match outcome:
+        case Use(flags):
+            return f"`{flags.replace('{}', 'VALUE')}`" if flags else ""
+        case Note(reason):
+            return reason
+        case Refusal(advice):
+            return advice.rstrip(".")
+
+
+def _listed(flags: str) -> str:
+    """Return the flags as code, without the signs of the table."""
+    shown = [flag.removesuffix("=...").rstrip("=").replace("=", " ") for flag in flags.split()]
+    return ", ".join(f"`{flag}`" for flag in shown)
