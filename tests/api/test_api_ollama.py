@@ -223,7 +223,6 @@ def test_options_without_effect_are_accepted(http: httpx.Client) -> None:
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is 64, but"),
         ({"top_p": 2}, "options.top_p must be between 0 and 1"),
         ({"num_predict": 0}, "options.num_predict must be at least 1"),
-        ({"num_predict": 2 * CONTEXT}, "options.num_predict to at most"),
         ({"repeat_penalty": 0}, "options.repeat_penalty must be"),
         ({"temperature": 3}, "temperature must be from 0 to 2"),
         ({"stop": [1]}, "options: stop: Input should be a valid string"),
@@ -237,6 +236,40 @@ def test_options_are_refused_with_a_reason(http: httpx.Client, options: Any, wor
     assert words in message
 
 
+def test_answer_ends_with_the_context(http: httpx.Client) -> None:
+    options = {"num_predict": 2 * CONTEXT, "temperature": 0}
+    body = {"prompt": "ab" * (CONTEXT // 2 - 4), "raw": True, "stream": False, "options": options}
+    answer = http.post("/api/generate", json=body).json()
+    assert answer["prompt_eval_count"] + answer["eval_count"] == CONTEXT
+    assert answer["done_reason"] == "length"
+
+
+def test_log_probabilities_are_those_of_openai_s_chats(
+    client: ollama.Client, server: Server
+) -> None:
+    with server.openai() as openai:
+        asked = openai.chat.completions.create(
+            model="tiny", messages=QUESTION, max_tokens=12, temperature=0, logprobs=True,
+            top_logprobs=2,
+        )  # fmt: skip
+    expected = [one.model_dump() for one in asked.choices[0].logprobs.content]
+    given = {"options": GREEDY, "logprobs": True, "top_logprobs": 2}
+    answer = client.chat("tiny", QUESTION, **given)
+    found = [one.model_dump() for one in answer.logprobs]
+    names = ("token", "logprob", "top_logprobs")
+    assert [{k: one[k] for k in names[:2]} for one in found] == [
+        {k: one[k] for k in names[:2]} for one in expected
+    ]
+    assert [[top["token"] for top in one["top_logprobs"]] for one in found] == [
+        [top["token"] for top in one["top_logprobs"]] for one in expected
+    ]
+    parts = client.chat("tiny", QUESTION, stream=True, **given)
+    assert [one for part in parts for one in part.logprobs or ()] == list(answer.logprobs)
+    done = client.generate("tiny", QUESTION[0]["content"], options=GREEDY, logprobs=True)
+    assert len(done.logprobs) == 12
+    assert not done.logprobs[0].top_logprobs
+
+
 def test_penalties_of_the_model_need_all_tokens() -> None:
     with pytest.raises(ValueError, match="repeat_last_n is 64"):
         params({"repetition_penalty": 1.2}, repeat_last_n=64)
@@ -248,8 +281,8 @@ def test_penalties_of_the_model_need_all_tokens() -> None:
         ({"suffix": "x"}, "suffix is not supported"),
         ({"template": "{{ .Prompt }}"}, "template is not supported"),
         ({"context": [1, 2]}, "context is not supported"),
-        ({"logprobs": True}, "logprobs is not supported"),
-        ({"top_logprobs": 2}, "top_logprobs is not supported"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"width": 64}, "width is not supported"),
         ({"raw": True, "system": "x"}, "system cannot be used with raw"),
         ({"raw": True, "images": ["x"]}, "images cannot be used with raw"),

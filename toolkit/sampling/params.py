@@ -54,6 +54,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     seed: int | None = None
     max_tokens: int | None = 16
     """None: up to the end of the context. 0: only compute the prompt."""
+    ends_with_context: bool = False
+    """Allow a `max_tokens` beyond the context, whose end then ends the answer."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: list[str] | str | None = None

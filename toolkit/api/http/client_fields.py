@@ -61,10 +61,8 @@ REFUSED_BY_ANTHROPIC = {
 REFUSED_IN_ANTHROPIC_MESSAGES = {
     "clear_at": "a message stays in the conversation until it is left out",
 }
-_NO_LOGPROBS = "answers here have no log-probabilities. Those of /v1/chat/completions have"
 _NO_PICTURES = "answers are text"
-REFUSED_BY_OLLAMA = {"logprobs": _NO_LOGPROBS, "top_logprobs": _NO_LOGPROBS}
-REFUSED_BY_OLLAMA_GENERATE = REFUSED_BY_OLLAMA | {
+REFUSED_BY_OLLAMA_GENERATE = {
     "context": "this server stores no conversations. Send them to /api/chat",
     "height": _NO_PICTURES,
     "steps": _NO_PICTURES,

@@ -22,6 +22,7 @@ from toolkit.api.ollama.replies import (
 )
 from toolkit.api.openai.answer_parts import AnswerPart
 from toolkit.api.openai.conversation import ChatAnswer
+from toolkit.api.openai.replies import TokenLogprob
 from toolkit.api.openai.tools import parse_arguments
 from toolkit.engine.front.request_stats import RequestStats, current_stats
 
@@ -42,6 +43,7 @@ class Piece:
     content: str = ""
     thinking: str = ""
     calls: list[ReplyCall] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def add(self, later: "Piece") -> None:
         self.content += later.content
@@ -60,7 +62,7 @@ class Writer:
         """Return the JSON of a part; with `measures`, of the end or of the complete answer."""
         end = {} if measures is None else msgspec.structs.asdict(measures)
         created, is_done = now(), measures is not None
-        thinking = piece.thinking or msgspec.UNSET
+        thinking, logprobs = piece.thinking or msgspec.UNSET, piece.logprobs or msgspec.UNSET
         if not self.is_chat:
             return _encoder.encode(
                 OllamaGenerateReply(
@@ -68,6 +70,7 @@ class Writer:
                     created_at=created,
                     response=piece.content,
                     thinking=thinking,
+                    logprobs=logprobs,
                     done=is_done,
                     **end,
                 )
@@ -75,7 +78,12 @@ class Writer:
         message = ReplyMessage(piece.content, thinking, piece.calls or msgspec.UNSET)
         return _encoder.encode(
             OllamaChatReply(
-                model=self.model, created_at=created, message=message, done=is_done, **end
+                model=self.model,
+                created_at=created,
+                message=message,
+                logprobs=logprobs,
+                done=is_done,
+                **end,
             )
         )
 
@@ -110,14 +118,17 @@ async def _lines(
     answer: ChatAnswer, writer: Writer, record: RequestStats
 ) -> AsyncGenerator[bytes, None]:
     async for piece in _pieces(answer):
+        piece.logprobs = answer.take_logprobs()
         yield writer.reply(piece) + b"\n"
-    yield writer.reply(Piece(), _measure(answer, record)) + b"\n"
+    rest = Piece(logprobs=answer.take_logprobs())
+    yield writer.reply(rest, _measure(answer, record)) + b"\n"
 
 
 async def _collect(answer: ChatAnswer) -> Piece:
     whole = Piece()
     async for piece in _pieces(answer):
         whole.add(piece)
+    whole.logprobs = answer.take_logprobs()
     return whole
 
 

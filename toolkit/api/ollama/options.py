@@ -42,7 +42,8 @@ class ModelOptions(Body):
         Field(None, description="Texts that end an answer; the answer does not include them")
     )
     num_predict: int | None = Field(
-        None, description="Maximum tokens to generate; -1 and -2: up to the end of the context"
+        None,
+        description="Maximum tokens to generate, up to the end of the context; -1 and -2: up to it",
     )
     repeat_penalty: float | None = None
     repeat_last_n: int | None = Field(
@@ -72,9 +73,14 @@ class ModelOptions(Body):
     embedding_only: Any = _NOT_READ
 
     def to_params(
-        self, defaults: Mapping[str, Any], constraint: StructuredOutputsParams | None
+        self,
+        defaults: Mapping[str, Any],
+        constraint: StructuredOutputsParams | None,
+        logprobs: int | None,
     ) -> SamplingParams:
-        """`defaults`: the model's. Raises InvalidRequestError for an unsupported value."""
+        """`defaults`: the model's. `logprobs`: likeliest tokens to report, None for none.
+
+        Raises InvalidRequestError for an unsupported value."""
         self._check_samplers()
         params = answer_params(
             defaults,
@@ -89,6 +95,8 @@ class ModelOptions(Body):
                 **self._penalties(),
             },
             structured_outputs=constraint,
+            logprobs=logprobs,
+            ends_with_context=True,
         )
         if params.has_penalties and self.repeat_last_n not in (None, _ALL_TOKENS):
             raise InvalidRequestError(

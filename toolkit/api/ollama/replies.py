@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from toolkit.api.openai.replies import TokenLogprob
+
 
 def now() -> datetime:
     return datetime.now(UTC)
@@ -47,6 +49,7 @@ class OllamaChatReply(Measures):
     created_at: datetime
     message: ReplyMessage
     done: bool
+    logprobs: list[TokenLogprob] | msgspec.UnsetType = msgspec.UNSET
 
 
 class OllamaGenerateReply(Measures):
@@ -57,6 +60,7 @@ class OllamaGenerateReply(Measures):
     response: str
     done: bool
     thinking: str | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[TokenLogprob] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelDetails(msgspec.Struct):

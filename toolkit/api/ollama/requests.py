@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from toolkit.api.http.body_fields import FAIL_FAST, Body, RequestBody, Text
-from toolkit.api.http.client_fields import REFUSED_BY_OLLAMA, REFUSED_BY_OLLAMA_GENERATE
+from toolkit.api.http.client_fields import REFUSED_BY_OLLAMA_GENERATE
 from toolkit.api.ollama.options import OPTION_NAMES, ModelOptions
 from toolkit.api.openai.conversation import Conversation
 from toolkit.api.openai.response_format import Schema
@@ -70,8 +70,6 @@ class OllamaRequest(RequestBody):
 class AnswerRequest(OllamaRequest):
     """Fields of requests for an answer."""
 
-    refused_fields: ClassVar[Mapping[str, str]] = REFUSED_BY_OLLAMA
-
     stream: bool = True
     format: Annotated[Literal["", "json"] | Schema | None, BeforeValidator(_check_format)] = Field(
         None, description="Constraint on the answer: json, or a JSON schema"
@@ -79,6 +77,10 @@ class AnswerRequest(OllamaRequest):
     think: bool | Effort | None = Field(
         None,
         description="Sets enable_thinking, or reasoning_effort, for chat templates that read it",
+    )
+    logprobs: bool | None = Field(None, description="Report the log-probability of each token")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="Likeliest tokens to report, too; needs logprobs"
     )
     truncate: Any = Field(None, description="Not read: a prompt that is too long is an error")
     shift: Any = Field(None, description="Not read: an answer ends with the context")
@@ -90,12 +92,18 @@ class AnswerRequest(OllamaRequest):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """`defaults`: of sampling. Raises InvalidRequestError for an unsupported option."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs needs logprobs to be true.", param="top_logprobs"
+            )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
         constraint = None
         if self.format:
             constraint = StructuredOutputsParams(json_object=True, param="format")
             if isinstance(self.format, dict):
                 constraint = StructuredOutputsParams(json=self.format, lenient=True, param="format")
-        return ModelOptions.model_validate(self.options or {}).to_params(defaults, constraint)
+        options = ModelOptions.model_validate(self.options or {})
+        return options.to_params(defaults, constraint, logprobs)
 
     def _template_options(self, *, continued: bool = False) -> dict[str, Any]:
         """Return the chat template's input other than the messages and tools."""

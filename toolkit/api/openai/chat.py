@@ -22,7 +22,7 @@ from toolkit.api.http.streaming import (
 )
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
 from toolkit.api.openai.conversation import start_answer
-from toolkit.api.openai.generation import AnswerGroup, prompt_logprobs_json
+from toolkit.api.openai.generation import AnswerGroup, prompt_logprobs_json, token_logprobs
 from toolkit.api.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -31,11 +31,8 @@ from toolkit.api.openai.replies import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    TokenLogprob,
-    TopLogprob,
 )
 from toolkit.api.openai.schemas import ChatRequest
-from toolkit.engine.outputs import LogprobList, PositionLogprobs
 from toolkit.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
@@ -103,7 +100,7 @@ async def _events(
                 index, ChatDelta(content=delta.text) if parsers is None else parsed
             )
             if delta.logprobs:
-                choice.logprobs = ChatLogprobs(_token_logprobs(delta.logprobs, tokenizer, top))
+                choice.logprobs = ChatLogprobs(token_logprobs(delta.logprobs, tokenizer, top))
             if body.return_token_ids:
                 choice.token_ids = delta.token_ids
             yield event(chunk(choice))
@@ -135,7 +132,7 @@ async def _collect(
         token_ids[index] += delta.token_ids
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs or ChatLogprobs([])
-            choice.logprobs.content += _token_logprobs(delta.logprobs, tokenizer, top)
+            choice.logprobs.content += token_logprobs(delta.logprobs, tokenizer, top)
         if delta.prompt_logprobs is not None:
             prompt_logprobs += prompt_logprobs_json(delta.prompt_logprobs)
         if delta.finish_reason is not None:
@@ -154,26 +151,3 @@ async def _collect(
         for choice, tokens in zip(choices, token_ids, strict=True):
             choice.token_ids = tokens
     return done
-
-
-def _token_logprobs(
-    positions: LogprobList[PositionLogprobs], tokenizer: Tokenizer, top: int
-) -> list[TokenLogprob]:
-    """Return each chosen token and the `top` likeliest, which may include the chosen one."""
-    names, byte_lists = tokenizer.token_names, tokenizer.byte_lists
-    found = []
-    for record in positions.records():
-        (rank, token, logprob), shown = record[:3], record[3 : 3 + 2 * top]
-        name, as_bytes = names[token], byte_lists[token]
-        likeliest = [
-            TopLogprob(names[other], value, byte_lists[other])
-            for other, value in zip(shown[::2], shown[1::2], strict=True)
-        ]
-        if rank <= top and shown[0] != token:  # among equally likely ones, the chosen is first
-            others = zip(shown[::2], likeliest, strict=True)
-            chosen = TopLogprob(name, logprob, as_bytes)
-            likeliest = [chosen, *(one for other, one in others if other != token)]
-            likeliest.sort(key=lambda one: -one.logprob)
-            del likeliest[top:]
-        found.append(TokenLogprob(name, logprob, as_bytes, likeliest))
-    return found

@@ -13,7 +13,8 @@ from toolkit.api.http.server import Target
 from toolkit.api.http.streaming import while_connected
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPart, AnswerPlan
 from toolkit.api.openai.beams import Beams, start_beams
-from toolkit.api.openai.generation import AnswerGroup, start_group
+from toolkit.api.openai.generation import AnswerGroup, start_group, token_logprobs
+from toolkit.api.openai.replies import TokenLogprob
 from toolkit.api.openai.tools import ToolUse
 from toolkit.engine.front.input_processor import Prompt
 from toolkit.engine.front.picture_places import count_pictures, join_parts
@@ -68,12 +69,21 @@ class ChatAnswer:
     finish_reason: str | None = None  # set when `parts` is exhausted
     stop_reason: int | str | None = None
     has_complete_calls: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens that parts may lack
+
+    def take_logprobs(self) -> list[TokenLogprob]:
+        """Return those of the tokens since the last call. Empty unless they are asked for."""
+        taken, self.logprobs = self.logprobs, []
+        return taken
 
     async def parts(self) -> AsyncIterator[AnswerPart]:
         """Yield the single answer as it arrives. Raises EngineError."""
         parser = AnswerParser(self.plan) if self.plan.has_parts else None
         async for _, delta in self.group.deltas():
             reason = delta.finish_reason
+            if delta.logprobs is not None:
+                top = self.params.logprobs or 0
+                self.logprobs += token_logprobs(delta.logprobs, self.tokenizer, top)
             if parser is None:
                 parts = [AnswerPart("text", delta.text)] if delta.text else []
             else:

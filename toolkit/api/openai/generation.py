@@ -9,13 +9,20 @@ from typing import Any, Protocol
 
 from toolkit.api.http.layers.limits import check_queue
 from toolkit.api.http.server import Target
-from toolkit.api.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
+from toolkit.api.openai.replies import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
 from toolkit.engine.front.input_processor import Prompt
 from toolkit.engine.front.output_processor import RequestState
 from toolkit.engine.front.stream import RequestStream
-from toolkit.engine.outputs import Delta, PositionLogprobs
+from toolkit.engine.outputs import Delta, LogprobList, PositionLogprobs
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
+from toolkit.text.tokenizer import Tokenizer
 
 MAX_ANSWERS = 4096  # of one request, over all its prompts
 MAX_TOTAL_LOGPROBS = 2**20
@@ -165,6 +172,29 @@ def prompt_logprobs_json(
         }
         for position in positions
     ]
+
+
+def token_logprobs(
+    positions: LogprobList[PositionLogprobs], tokenizer: Tokenizer, top: int
+) -> list[TokenLogprob]:
+    """Return each chosen token and the `top` likeliest, which may include the chosen one."""
+    names, byte_lists = tokenizer.token_names, tokenizer.byte_lists
+    found = []
+    for record in positions.records():
+        (rank, token, logprob), shown = record[:3], record[3 : 3 + 2 * top]
+        name, as_bytes = names[token], byte_lists[token]
+        likeliest = [
+            TopLogprob(names[other], value, byte_lists[other])
+            for other, value in zip(shown[::2], shown[1::2], strict=True)
+        ]
+        if rank <= top and shown[0] != token:  # among equally likely ones, the chosen is first
+            others = zip(shown[::2], likeliest, strict=True)
+            chosen = TopLogprob(name, logprob, as_bytes)
+            likeliest = [chosen, *(one for other, one in others if other != token)]
+            likeliest.sort(key=lambda one: -one.logprob)
+            del likeliest[top:]
+        found.append(TokenLogprob(name, logprob, as_bytes, likeliest))
+    return found
 
 
 async def _merge(streams: Sequence[AnswerStream]) -> AsyncIterator[tuple[int, Delta]]:

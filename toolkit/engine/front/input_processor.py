@@ -321,6 +321,8 @@ class InputProcessor:
         room = limit - num_prompt_tokens
         # The engine generates at least one token: see `OutputProcessor`.
         max_tokens = max(1, room if params.max_tokens is None else params.max_tokens)
+        if params.ends_with_context:
+            return min(max_tokens, max(1, room))
         if max_tokens > room:
             raise ContextLengthError(limit, "prompt", num_prompt_tokens, max_tokens=max_tokens)
         return max_tokens
