@@ -20,6 +20,7 @@ from toolkit.config import (
     DeviceConfig,
     EngineConfig,
     ModelConfig,
+    PictureConfig,
     SchedulerConfig,
     ServerConfig,
     build,
@@ -236,6 +237,26 @@ class TestValues:
     )
     def test_whole_numbers_have_suffixes(self, toml, text, number):
         assert resolve(ROWS, {}, {"TK_SEED": text}) == {"seed": number}
+
+    @pytest.mark.parametrize(
+        ("text", "most"),
+        [
+            ("image=2", 2),
+            ("image=2,video=0", 2),
+            ('{"image": 3, "audio": 0}', 3),
+            ('{"video": 0}', 4),
+            ("image=2,video=1", None),
+            ("image", None),
+            ('{"image": true}', None),
+            ('{"image": 1025}', None),
+        ],
+    )
+    def test_limit_of_pictures(self, text, most):
+        if most is not None:
+            assert PictureConfig(limit_mm_per_prompt=text).most_pictures == most
+            return
+        with pytest.raises(ConfigError, match=r"--limit-mm-per-prompt must be like image=4"):
+            PictureConfig(limit_mm_per_prompt=text)
 
     def test_variable_may_be_a_list_in_json(self, toml):
         found = resolve(ROWS, {}, {"TK_API_KEY": '["a,b", "c"]'})

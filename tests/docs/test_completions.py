@@ -16,6 +16,8 @@ import pytest
 
 from tests.server import until
 from toolkit.cli.root import tree
+from toolkit.cli.vllm import rules_of
+from toolkit.config.vllm import Use
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "completions"
@@ -94,6 +96,11 @@ def complete(tmp_path: Path):
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_every_flag_is_offered_in_every_shell(complete, path, flags):
+    flags = flags | {
+        name
+        for name, rule in rules_of(" ".join(path[1:])).items()
+        if name.startswith("--") and isinstance(rule.outcomes.get(""), Use)
+    }
     assert set(complete(f"{' '.join(path)} -")) == flags
     zsh = re.search(
         rf"^_{'_'.join(path)}\(\) {{$(.*?)^}}$",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ DEMO = "tk-demo"
 """Name of the demo model, unless there is a folder of that name."""
 MAX_GIB = 2.0**20  # more than any machine has; rejects infinity
 MAX_SEED = 2**63 - 1  # also for requests
+MAX_PICTURES = 4  # in a prompt, by default
 REQUEST_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that a model's generation_config.json sets for requests without them."""
 ENGINE_VARIABLE = "TOOLKIT_ENGINE"
@@ -458,7 +458,7 @@ class PictureConfig:
     """Pictures in prompts."""
 
     limit_mm_per_prompt: str = option(
-        "image=4",
+        f"image={MAX_PICTURES}",
         "Most pictures in one prompt, as image=4 or in JSON. image=0: the model reads text alone, "
         "and its tower takes no memory.",
         metavar="image=N",
@@ -499,20 +499,26 @@ class PictureConfig:
         return self._parse()
 
     def _parse(self) -> int:
-        text, found = self.limit_mm_per_prompt.strip(), None
-        if text.startswith("{"):
-            with suppress(ValueError):
-                found = json.loads(text)
-        elif text.startswith("image=") and text.removeprefix("image=").isdecimal():
-            found = {"image": int(text.removeprefix("image="))}
-        number = found.get("image") if isinstance(found, dict) and len(found) == 1 else None
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= 1024:
+        text = self.limit_mm_per_prompt.strip()
+        try:
+            found = json.loads(text) if text.startswith("{") else _numbers(text)
+        except ValueError:
+            found = {"image": text}
+        others = any(number for kind, number in found.items() if kind != "image")
+        number = found.get("image", MAX_PICTURES)
+        if others or type(number) is not int or not 0 <= number <= 1024:
             raise ConfigError(
-                f'--limit-mm-per-prompt must be like image=4 or {{"image": 4}}, at most 1024; '
-                f"got {text!r}.",
+                f'--limit-mm-per-prompt must be like image=4 or {{"image": 4}}, at most 1024, and '
+                f"other kinds 0; got {text!r}.",
                 param="limit_mm_per_prompt",
             )
         return number
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """Parse `image=4,video=0`. Raises ValueError."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {kind.strip(): int(number) for kind, _, number in pairs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,14 +56,18 @@ def _kind(parameter: Flag | Argument, tk: CommandNode) -> str:
     return f"@{parameter.value}" if parameter.value in DYNAMIC else "@ANY"
 
 
+def _offered(command: CommandNode) -> tuple[Flag, ...]:
+    return (*command.flags, *command.honoured)
+
+
 def _first_sentence(text: str) -> str:
     return re.split(r"[.;] ", text)[0].rstrip(".")
 
 
 def _bash_table(command: CommandNode, tk: CommandNode) -> str:
-    names = [name for flag in command.flags for name in (*flag.names, *flag.negations)]
+    names = [name for flag in _offered(command) for name in (*flag.names, *flag.negations)]
     by_kind: dict[str, list[str]] = {}
-    for flag in command.flags:
+    for flag in _offered(command):
         if flag.value:
             by_kind.setdefault(_kind(flag, tk), []).extend(flag.names)
     kinds = "".join(
@@ -86,7 +90,7 @@ def _bash_table(command: CommandNode, tk: CommandNode) -> str:
 
 
 def _zsh_function(command: CommandNode, tk: CommandNode) -> str:
-    specs = [spec for flag in command.flags for spec in _zsh_flag(flag, tk)]
+    specs = [spec for flag in _offered(command) for spec in _zsh_flag(flag, tk)]
     if command.commands:
         listed = " ".join(
             f'{one.path[-1]}\\:"{_zsh_text(one.summary)}"' for one in command.commands
@@ -140,7 +144,7 @@ def _fish_lines(command: CommandNode, tk: CommandNode) -> Iterable[str]:
     for argument in command.arguments:
         if (values := _fish_values(_kind(argument, tk))) is not None:
             yield f"{start} -a {_quoted(values)}"
-    for flag in command.flags:
+    for flag in _offered(command):
         text = f"-d {_quoted(_first_sentence(flag.help))}"
         names = " ".join(
             f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names

@@ -9,7 +9,9 @@ from typing import Any
 
 from toolkit.cli.help import OTHER, settings_of
 from toolkit.cli.root import tree
+from toolkit.cli.vllm import rules_of
 from toolkit.config.fields import Option
+from toolkit.config.vllm import Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class CommandNode:
     path: tuple[str, ...]
     help: str
     flags: tuple[Flag, ...]
+    honoured: tuple[Flag, ...]  # flags of vLLM that have another name here
     arguments: tuple[Argument, ...]
     commands: tuple[CommandNode, ...]
 
@@ -84,10 +87,12 @@ def _command(command: Any, path: tuple[str, ...], parent: Any) -> CommandNode:
     rows = settings_of(command)
     params = command.get_params(context)
     subcommands = getattr(command, "commands", {})
+    flags = tuple(_flag(p, rows, context) for p in params if p.param_type_name == "option")
     return CommandNode(
         path=path,
         help=inspect.cleandoc(command.help or ""),
-        flags=tuple(_flag(p, rows, context) for p in params if p.param_type_name == "option"),
+        flags=flags,
+        honoured=tuple(_honoured(" ".join(path[1:]), flags)),
         arguments=tuple(_argument(p, rows) for p in params if p.param_type_name == "argument"),
         commands=tuple(_command(one, (*path, name), context) for name, one in subcommands.items()),
     )
@@ -96,19 +101,39 @@ def _command(command: Any, path: tuple[str, ...], parent: Any) -> CommandNode:
 def _flag(param: Any, rows: dict[str, Option], context: Any) -> Flag:
     row = rows.get(param.name)
     choices = _choices(param, row)
-    value = "" if param.is_flag else param.metavar or param.display_type(context).strip("<>")
+    value = "" if param.is_flag else (param.metavar or param.display_type(context)).strip("<>")
     if choices or value == "str":
         value = "VALUE" if choices else "TEXT"
     return Flag(
         names=tuple(sorted(param.opts, key=lambda name: name.startswith("--"))),
         negations=tuple(param.secondary_opts),
-        value={"int": "N", "float": "X", "<str>": "TEXT"}.get(value, value),
+        value={"int": "N", "float": "X"}.get(value, value),
         help=row.help if row is not None else param.help,
         choices=choices,
         repeatable=param.multiple,
         subject=row.subject if row is not None and row.subject else OTHER,
         row=row,
     )
+
+
+def _honoured(command: str, flags: tuple[Flag, ...]) -> Iterator[Flag]:
+    """Yield the long flags of vLLM that become flags of tk."""
+    by_name = {name: flag for flag in flags for name in flag.names}
+    for name, rule in rules_of(command).items():
+        outcome = rule.outcomes.get("")
+        if name.startswith("--") and name not in by_name and isinstance(outcome, Use):
+            target = outcome.flags.split()[0]
+            own = by_name.get(target.partition(".")[0])
+            yield Flag(
+                names=(name,),
+                negations=(),
+                value="VALUE" if rule.takes else "",
+                help=f"{target}, by its name in vLLM.",
+                choices=own.choices if own is not None and rule.takes else (),
+                repeatable=False,
+                subject=OTHER,
+                row=None,
+            )
 
 
 def _argument(param: Any, rows: dict[str, Option]) -> Argument:
