@@ -80,9 +80,17 @@ def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
 
 
 def penalize(
-    logits: Tensor, rows: Tensor, lengths: Tensor, floats: Tensor, ints: Tensor, token_ids: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    windows: Tensor,
+    token_ids: Tensor,
 ) -> None:
-    """Apply repetition (Keskar et al., 2019) over all tokens, the others over the output."""
+    """Apply repetition (Keskar et al., 2019) over all tokens, the others over the output.
+
+    Both count the last `windows` tokens alone."""
     own = rows.long()
     repetition, presence, frequency = factors = floats[own, 3:].unbind(1)
     index = ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero()[:, 0]
@@ -93,7 +101,7 @@ def penalize(
     longest = int(length.max())
     tokens = token_ids[own, :longest].long()
     position = torch.arange(longest, device=logits.device)
-    known = position < length
+    known = (position < length) & (position >= length - windows[own, None])
     output = known & (position >= ints[own, 2, None])
     # A token that is not known yet counts as token 0 with weight 0.
     counts = torch.zeros(len(index), logits.shape[-1], device=logits.device)

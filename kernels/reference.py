@@ -599,13 +599,22 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Tensor:
 
 
 def penalize(
-    logits: Tensor, rows: Tensor, lengths: Tensor, floats: Tensor, ints: Tensor, token_ids: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    windows: Tensor,
+    token_ids: Tensor,
 ) -> None:
-    """Apply penalties in place: repetition over prompt and output, the others over the output."""
+    """Apply penalties in place: repetition over prompt and output, the others over the output.
+
+    Both count the last `windows` tokens alone, int32 `[num_rows]`."""
     for entry, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         repetition, presence, frequency = floats[row, 3:].tolist()
-        tokens = token_ids[row, :length].tolist()
-        output = tokens[int(ints[row, 2]) :]
+        first = max(0, length - int(windows[row]))
+        tokens = token_ids[row, first:length].tolist()
+        output = tokens[max(0, int(ints[row, 2]) - first) :]
         for token in set(tokens):
             logit = float(logits[entry, token])
             logit = logit / repetition if logit > 0 else logit * repetition

@@ -18,6 +18,7 @@ def load_rows(state: SamplingState) -> None:
     """Copy all rows to the device."""
     state.floats.copy_(torch.from_numpy(state.host_floats))
     state.ints.copy_(torch.from_numpy(state.host_ints))
+    state.windows.copy_(torch.from_numpy(state.host_windows))
 
 
 def sample(

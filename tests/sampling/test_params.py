@@ -17,6 +17,7 @@ WRONG = [
     ("top_p", [0.0, -0.1, 1.0001, math.nan, "0.5", None]),
     ("min_p", [-0.1, 1.1, math.nan]),
     ("repetition_penalty", [0.0, -1.0, math.inf, math.nan, "1"]),
+    ("penalty_window", [0, -1, "1"]),
     ("presence_penalty", [-2.1, 2.1, math.nan]),
     ("frequency_penalty", [-2.1, 2.1, math.nan]),
     ("seed", [2**63, -(2**63) - 1, 1.5, "7"]),

@@ -265,6 +265,24 @@ def test_presence_and_frequency_penalties_ignore_the_prompt(presence, frequency)
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("window", [1, 3, 8, 26, 40])
+def test_penalties_count_the_last_tokens_of_their_window(window: int):
+    """Compare with a history that lacks the earlier tokens."""
+    history = random_history(np.random.default_rng(3), 30)
+    prompt, length = 12, 26
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+    found, expected = random_logits(5), random_logits(5)
+    for logits, tokens, shift, more in (
+        (found, history, 0, {"penalty_window": window}),
+        (expected, history[:, max(0, length - window) :], max(0, length - window), {}),
+    ):
+        params = SamplingParams(temperature=0.0, **penalties, **more)
+        state = make_state(params, num_prompt_tokens=max(0, prompt - shift))
+        sample(logits, state, tokens, np.array([0], np.int32), np.array([length - shift], np.int32))
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found, random_logits(5))
+
+
 def test_penalties_change_only_requests_that_have_them():
     history = random_history(np.random.default_rng(2), 9).repeat(3, 1)
     logits = random_logits(6, 3)

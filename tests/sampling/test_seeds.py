@@ -23,6 +23,7 @@ KINDS = {
         "frequency_penalty": 0.5,
         "min_p": 0.02,
     },
+    "window": {"temperature": 1.5, "repetition_penalty": 1.5, "penalty_window": 6},
 }
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 

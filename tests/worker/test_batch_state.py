@@ -111,6 +111,7 @@ def test_inputs_equal_those_of_the_reference(state, seed):
             assert one.block_table[:ROWS].tolist() == blocks.tolist()
         assert torch.equal(state.sampling.ints, reference.sampling.ints)
         assert torch.equal(state.sampling.floats, reference.sampling.floats)
+        assert state.sampling.windows.tolist() == state.sampling.host_windows.tolist()
         if not len(step.rows):
             continue
         n, total = len(step.rows), step.total_tokens
@@ -143,6 +144,7 @@ PARAMS = {
     "greedy": {"temperature": 0.0},
     "log-probabilities": {"temperature": 0.0, "logprobs": 3},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "window": {"temperature": 0.0, "repetition_penalty": 1.3, "penalty_window": 4},
     "biases": {"temperature": 0.0, "logit_bias": {5: 4.0, 9: -3.0}},
     "forbidden": {
         "temperature": 0.0,
@@ -161,7 +163,7 @@ def test_the_gpu_runner_samples_as_the_cpu_runner(checkpoint, triton_runs, monke
     if not triton_runs:
         pytest.skip("Triton was imported without its interpreter")
     rng = random.Random(name)
-    prompts = [[rng.randrange(90) for _ in range(n)] for n in (3, 17, 30, 1, 8, 21, 12)]
+    prompts = [[rng.randrange(90) for _ in range(n)] for n in (3, 17, 30, 9, 1, 8, 21, 12)]
     params = [SamplingParams(max_tokens=6, ignore_eos=True, **p) for p in PARAMS.values()]
 
     def answers() -> list:

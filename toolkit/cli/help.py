@@ -81,7 +81,7 @@ def repeat_flags(args: list[str], rows: dict[str, Option]) -> list[str]:
         elif (
             not is_first_value
             and flag
-            and (has_argument if sign == "..." else sign in word or word[0] == "{")
+            and (has_argument if sign == "..." else sign in word or word.startswith("{"))
         ):
             repeated.append(flag)
         elif not is_first_value:

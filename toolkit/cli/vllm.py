@@ -133,7 +133,7 @@ class _Translation:
 
     def _split(self, word: str) -> tuple[str, str, str | None]:
         """Return a word's flag, the path of a field (`.a.b`) and the value; None if it has none."""
-        if re.match("-O[^=]", word):
+        if "-O" in self._rules and re.match("-O[^=]", word):
             return "-O", "", word[2:]
         flag, has_value, value = word.partition("=")
         name, dot, path = flag.partition(".")

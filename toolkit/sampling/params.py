@@ -22,6 +22,7 @@ _MAX_INT = 2**31 - 1
 _INTEGERS = (
     "n",
     "top_k",
+    "penalty_window",
     "seed",
     "max_tokens",
     "min_tokens",
@@ -45,6 +46,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    penalty_window: int | None = None
+    """Last tokens of prompt and answer that the penalties count. None: all."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None  # the only tokens that can be chosen. None: all
     bad_words: list[str] | None = None
@@ -98,6 +101,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         _within("repetition_penalty", self.repetition_penalty, 0.001, 1000.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.penalty_window is not None:
+            _within("penalty_window", self.penalty_window, 1, _MAX_INT)
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:

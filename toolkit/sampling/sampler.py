@@ -47,7 +47,7 @@ def sample(
     if state.biases[rows].any():
         add_biases(logits, state, token_ids, rows, places)
     if state.penalties[rows].any():
-        kernels.penalize(logits, own, places, *tables, token_ids)
+        kernels.penalize(logits, own, places, *tables, state.windows, token_ids)
     if masked is not None:
         kernels.mask_logits(logits, *(to_device(torch.from_numpy(part), device) for part in masked))
     tokens = torch.empty(len(logits), dtype=torch.int32, device=device)

@@ -9,13 +9,16 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, ProcessorRows
 from toolkit.sequence import SequenceSpec
 
+ALL_TOKENS = 2**31 - 1  # more than a context has
+
 
 class SamplingState:
     """Row r holds the parameters of the request in row r.
 
     `floats` [num_rows, 6] fp32: temperature, top_p, min_p, repetition, presence and frequency
-    penalty. `ints` [num_rows, 3] int64: top_k, seed, number of prompt tokens. Both exist on the
-    host and on the device."""
+    penalty. `ints` [num_rows, 3] int64: top_k, seed, number of prompt tokens. `windows`
+    [num_rows] int32: number of last tokens that penalties count. All exist on the host and on the
+    device."""
 
     def __init__(
         self, num_rows: int, device: torch.device, processors: Loaded = NO_PROCESSORS
@@ -24,8 +27,10 @@ class SamplingState:
         self.processors = ProcessorRows(num_rows, processors)
         self.host_floats = np.zeros((num_rows, 6), np.float32)
         self.host_ints = np.zeros((num_rows, 3), np.int64)
+        self.host_windows = np.zeros(num_rows, np.int32)
         self.floats = torch.zeros(num_rows, 6, device=device)
         self.ints = torch.zeros(num_rows, 3, dtype=torch.int64, device=device)
+        self.windows = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.params: list[SamplingParams] = [SamplingParams()] * num_rows
         self.stop_ids: list[list[int]] = [[]] * num_rows
         self.allowed: list[torch.Tensor | None] = [None] * num_rows
@@ -50,6 +55,7 @@ class SamplingState:
             p.frequency_penalty,
         )
         self.host_ints[row] = (p.top_k, seed, spec.num_prompt_tokens)
+        self.host_windows[row] = ALL_TOKENS if p.penalty_window is None else p.penalty_window
         self.params[row] = p
         self.stop_ids[row] = [*spec.eos_token_ids, *(p.stop_token_ids or ())]
         allowed = p.allowed_token_ids

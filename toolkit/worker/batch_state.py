@@ -196,22 +196,23 @@ class BatchState:
         token_runs, tokens = _runs(rows, [one.token_ids for one in new])
         block_runs, blocks = _runs(rows, [one.blocks for one in new])
         shifts = np.array([shift_after(one.spec.features) for one in new], np.int32)
-        which, lengths, ints, floats, runs, tokens_there, block_runs_there, blocks_there, moved = (
-            self._staging.send(
-                [
-                    # Even numbers of numbers, so that the 64-bit ones after them are aligned.
-                    rows,
-                    np.array([len(one.token_ids) for one in new], np.int32),
-                    sampling.host_ints[rows].view(np.int32),
-                    sampling.host_floats[rows].view(np.int32),
-                    token_runs,
-                    tokens,
-                    block_runs,
-                    blocks,
-                    shifts,
-                ]
-            )
+        sent = self._staging.send(
+            [
+                # Even numbers of numbers, so that the 64-bit ones after them are aligned.
+                rows,
+                np.array([len(one.token_ids) for one in new], np.int32),
+                sampling.host_ints[rows].view(np.int32),
+                sampling.host_floats[rows].view(np.int32),
+                sampling.host_windows[rows],
+                token_runs,
+                tokens,
+                block_runs,
+                blocks,
+                shifts,
+            ]
         )
+        which, lengths, ints, floats, windows, runs, tokens_there, *sent = sent
+        block_runs_there, blocks_there, moved = sent
         which = which.to(torch.int64)
         if self.verifies:
             self.lengths.index_copy_(0, which, lengths)
@@ -220,6 +221,7 @@ class BatchState:
         if self._spare_blocks is not None:
             self.block_table.index_copy_(0, which, self._spare_blocks[which])
         sampling.ints.index_copy_(0, which, ints.view(torch.int64).view(-1, 3))
+        sampling.windows.index_copy_(0, which, windows)
         sampling.floats.index_copy_(0, which, floats.view(torch.float32).view(-1, 6))
         self._copy_runs(self.token_ids, runs.view(-1, 4), tokens_there, int(token_runs[:, 3].max()))
         self._copy_runs(

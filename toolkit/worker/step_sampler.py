@@ -189,7 +189,9 @@ class StepSampler:
         )
         kernels.gather_logits(logits, index, *state.sample_places, (changed, rows, positions))
         tables = state.sampling.floats, state.sampling.ints
-        kernels.penalize_in_graph(changed, rows, positions, *tables, state.token_ids, counts)
+        kernels.penalize_in_graph(
+            changed, rows, positions, *tables, state.sampling.windows, state.token_ids, counts
+        )
         target = None if state.verifies else state.token_ids
         kernels.sample(changed, rows, positions, *tables, target, sampled)
         kernels.scatter(sampled, index, self._sampled)

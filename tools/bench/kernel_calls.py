@@ -119,7 +119,8 @@ def logits_rows(n: int, vocab: int, length: int, make: TensorFactory) -> Iterato
     token_ids = make.integers(n, length, below=vocab)
     wide = make.copies(n, vocab, dtype=torch.float32)
     penalize = [
-        partial(penalties.penalize, x, rows, lengths, floats, ints, token_ids) for x in wide
+        partial(penalties.penalize, x, rows, lengths, floats, ints, lengths, token_ids)
+        for x in wide
     ]
     # Counts are zeroed. Each token is read twice; its count and its logit are read and written.
     yield KernelRow("penalties", [*penalize], n * (4 * vocab + length * (8 + 16)))

@@ -22,6 +22,7 @@ def penalize(
     lengths: Tensor,
     floats: Tensor,
     ints: Tensor,
+    windows: Tensor,
     token_ids: Tensor,
     counts: Tensor | None = None,
 ) -> None:
@@ -30,9 +31,10 @@ def penalize(
     logits: fp32 `[n, vocab]`, rows may be strided; rows, lengths: int32 `[n]`, each entry's row of
     the state and number of tokens; floats: fp32 `[num_rows, 6]`, the last three are repetition
     (Keskar et al., 2019), presence and frequency penalty; ints: int64 `[num_rows, 3]`, the last is
-    the number of prompt tokens; token_ids: int32 `[num_rows, max_len]`. Rows with neutral penalties
-    or negative lengths, and tokens outside the vocabulary are skipped. counts: int32 `[n, vocab]`
-    or larger, contiguous, zero before and after.
+    the number of prompt tokens; windows: int32 `[num_rows]`, the number of last tokens that count;
+    token_ids: int32 `[num_rows, max_len]`. Rows with neutral penalties or negative lengths, and
+    tokens outside the vocabulary are skipped. counts: int32 `[n, vocab]` or larger, contiguous,
+    zero before and after.
 
     Raises ValueError for logits of another type, or with a strided last dimension."""
     n, vocab = check_shape(logits)
@@ -51,6 +53,7 @@ def penalize(
             lengths,
             floats,
             ints,
+            windows,
             token_ids,
             logits.stride(0),
             floats.stride(0),
@@ -79,6 +82,7 @@ def _count_kernel(
     length_ptr,
     float_ptr,
     int_ptr,
+    window_ptr,
     token_ptr,
     logits_stride,
     float_stride,
@@ -97,7 +101,8 @@ def _count_kernel(
     if _are_neutral(float_ptr + row * float_stride):
         return
     token = tl.load(token_ptr + row * token_stride + position, mask=position < length, other=-1)
-    known = (token >= 0) & (token < vocab)
+    first = length - tl.load(window_ptr + row)
+    known = (token >= 0) & (token < vocab) & (position >= first)
     in_prompt = position < tl.load(int_ptr + row * int_stride + 2)
     place = count_ptr + entry * vocab + token
     tl.atomic_add(place, 1, mask=known & (in_prompt == 0), sem="relaxed")
@@ -112,6 +117,7 @@ def _penalize_kernel(
     length_ptr,
     float_ptr,
     int_ptr,
+    window_ptr,
     token_ptr,
     logits_stride,
     float_stride,

@@ -460,11 +460,13 @@ class Histories:
     lengths: Tensor
     floats: Tensor
     ints: Tensor
+    windows: Tensor
     token_ids: Tensor
 
     def penalized(self, module) -> Tensor:
         logits = self.logits.clone()
-        module.penalize(logits, self.rows, self.lengths, self.floats, self.ints, self.token_ids)
+        tables = self.floats, self.ints, self.windows
+        module.penalize(logits, self.rows, self.lengths, *tables, self.token_ids)
         return logits
 
 
@@ -481,6 +483,7 @@ def histories(
         torch.tensor(lengths, dtype=torch.int32, device=device),
         torch.tensor([(NAN, NAN, NAN, *penalty) for penalty in penalties], device=device),
         torch.tensor([[-1, -1, num_prompt_tokens]] * n, device=device),
+        torch.full((n,), 2**31 - 1, dtype=torch.int32, device=device),
         torch.randint(0, num_tokens, (n, max(lengths) + 1), dtype=torch.int32, device=device),
     )
 
@@ -503,6 +506,11 @@ def test_penalties_equal_reference(sampling, device, vocab):
     expected = case.penalized(reference)
     torch.testing.assert_close(case.penalized(sampling), expected)
     assert torch.equal(expected[0], logits[0])  # its row has no penalties
+    case.windows[:] = 650
+    shorter = case.penalized(reference)
+    torch.testing.assert_close(case.penalized(sampling), shorter)
+    assert vocab == 9 or not torch.equal(shorter, expected)
+    case.windows[:] = 2**31 - 1
     case.logits = torch.full((5, vocab + 3), NAN, device=device)[:, :vocab].copy_(logits)
     torch.testing.assert_close(case.penalized(sampling), expected)
 
@@ -520,7 +528,7 @@ def test_counts_of_penalties_are_zero_again(sampling, device):
     case = histories(logits, [1500, 1400, -1, 1030, 700], num_prompt_tokens=70, num_tokens=300)
     counts = torch.zeros(8, 300, dtype=torch.int32, device=device)
     changed = logits.clone()
-    tables = case.floats, case.ints, case.token_ids
+    tables = case.floats, case.ints, case.windows, case.token_ids
     for _ in range(2):
         changed.copy_(logits)
         sampling.penalize(changed, case.rows, case.lengths, *tables, counts)
@@ -553,7 +561,7 @@ def test_rows_of_logits_are_gathered_and_their_tokens_scattered(triton, device, 
 def test_penalties_of_16_bit_logits_are_errors(sampling):
     empty = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="fp32"):
-        sampling.penalize(torch.zeros(1, 4, dtype=torch.float16), empty, empty, empty, empty, empty)
+        sampling.penalize(torch.zeros(1, 4, dtype=torch.float16), *[empty] * 6)
 
 
 # Real sizes, compiled
@@ -638,6 +646,7 @@ def test_penalties_of_real_sizes(sampling, device):
     logits = random_logits(64, 50_257, torch.float32, device)
     lengths = torch.randint(1, 8000, (64,)).tolist()
     case = histories(logits, lengths, num_prompt_tokens=3000, num_tokens=2000)
+    case.windows[1:] = torch.arange(100, 6400, 100)
     host = Histories(*(x.cpu() for x in vars(case).values()))
     torch.testing.assert_close(case.penalized(sampling).cpu(), host.penalized(reference))
 

@@ -20,6 +20,7 @@ _ALL_TOKENS, _NO_TOKENS = -1, 0  # values of repeat_last_n
 OPTION_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
+    "penalty_window": "options.repeat_last_n",
 } | {
     name: f"options.{name}"
     for name in (
@@ -47,7 +48,7 @@ class ModelOptions(Body):
     )
     repeat_penalty: float | None = None
     repeat_last_n: int | None = Field(
-        None, description="0: no penalties; -1: they count all tokens, as without it"
+        None, description="Last tokens that penalties count; 0: none; -1: all, as without it"
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -82,7 +83,7 @@ class ModelOptions(Body):
 
         Raises InvalidRequestError for an unsupported value."""
         self._check_samplers()
-        params = answer_params(
+        return answer_params(
             defaults,
             self._max_tokens(),
             {
@@ -98,18 +99,12 @@ class ModelOptions(Body):
             logprobs=logprobs,
             ends_with_context=True,
         )
-        if params.has_penalties and self.repeat_last_n not in (None, _ALL_TOKENS):
-            raise InvalidRequestError(
-                f"repeat_last_n is {self.repeat_last_n}, but penalties count all tokens here. "
-                "Leave it out, or set it to -1, or to 0 for no penalties.",
-                param="options.repeat_last_n",
-            )
-        return params
 
     def _max_tokens(self) -> int | None:
         return None if self.num_predict in _NO_LIMIT else self.num_predict
 
     def _penalties(self) -> dict[str, float | None]:
+        """Return the engine's parameters for penalties."""
         if self.repeat_last_n == _NO_TOKENS:
             return {
                 "repetition_penalty": 1.0,
@@ -120,6 +115,7 @@ class ModelOptions(Body):
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "penalty_window": None if self.repeat_last_n == _ALL_TOKENS else self.repeat_last_n,
         }
 
     def _check_samplers(self) -> None:
