@@ -100,19 +100,19 @@ def line_of(words: str, name: str, value: str, sample: str = "8") -> list[str]:
 def test_honoured_flags_set_what_the_table_says(words: str):
     rows = {row.flag: row for row in settings_of(command_of(words)).values()}
     for name, value, use in rows_of(words, Use):
-        target, _, template = use.flags.partition(" ")
-        flag = target.partition(".")[0].replace("--no-", "--")
         if not use.flags or name == "--help":
             continue
-        row = rows[flag]
-        sample = str(row.choices[0]) if row.choices else SAMPLES[row.type]
+        targets = [flag.partition(" ") for flag in re.findall(r"--\S+(?: [^-]\S*)?", use.flags)]
+        own = [rows[flag.partition(".")[0].replace("--no-", "--")] for flag, _, _ in targets]
+        sample = str(own[0].choices[0]) if own[0].choices else SAMPLES[own[0].type]
         found = settings(words, line_of(words, name, value, sample))
-        assert set(found) == {row.name}, name
-        if "{" not in template and "." not in target:
-            expected = template or ("false" if target.startswith("--no-") else "true")
-            assert found[row.name] == row.parse(expected, flag), name
-        elif "." in target:
-            assert list(found[row.name]) == [target.partition(".")[2]], name
+        assert set(found) == {row.name for row in own}, name
+        for row, (flag, _, template) in zip(own, targets, strict=True):
+            if "." in flag:
+                assert list(found[row.name]) == [flag.partition(".")[2]], name
+            elif "{" not in template:
+                expected = template or ("false" if flag.startswith("--no-") else "true")
+                assert found[row.name] == row.parse(expected, flag), name
 
 
 @pytest.mark.parametrize("words", LISTS)
@@ -191,6 +191,8 @@ def test_command_lines_of_vllm_serve(line: str, expected: dict[str, Any]):
         ("--port 1 --base-url http://a:2", {"url": "http://a:2"}),
         ("--endpoint /v1/chat/completions --backend vllm", {"endpoint": "/v1/chat/completions"}),
         ("--served-model-name a --model b", {"model": "a"}),
+        ("--prefix-repetition-suffix-len 9 --dataset-name prefix_repetition",
+         {"dataset_name": "prefix", "random_input_len": 9}),
         ("--temperature 0.5 --top-k 8", {"extra_body": {"temperature": 0.5, "top_k": 8}}),
         ("--custom-output-len -1 --label x", {"metadata": ["label=x"]}),
     ],

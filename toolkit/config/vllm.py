@@ -452,8 +452,10 @@ BENCH: Table = (
         Use("--endpoint chat"),
         "--backend=openai-chat --endpoint-type=openai-chat",
     ),
-    (Use("--dataset-name prefix"), "--dataset-name=prefix_repetition"),
-    (Use("--dataset-name trace"), "--dataset-name=timed_trace --dataset-name=burstgpt"),
+    (
+        Use("--dataset-name prefix --random-input-len 256", order=-1),
+        "--dataset-name=prefix_repetition",
+    ),
     (Use("--random-input-len {}"), "--input-len= --prefix-repetition-suffix-len="),
     (Use("--random-output-len {}"), "--prefix-repetition-output-len="),
     (Use("--prefix-len {}"), "--prefix-repetition-prefix-len="),
@@ -532,12 +534,13 @@ BENCH: Table = (
     ),
     (
         Refusal(
-            "A trace has the fields of 'tk bench --help-all', in milliseconds and blocks of "
-            "512 tokens."
+            "Use --dataset-name trace: times in milliseconds, ids of blocks of 512 tokens. With "
+            "--request-rate the file's times are not used."
         ),
-        "--timed-trace-chunk-hash-size= --timed-trace-sec-multiplier= "
-        "--timed-trace-label-timestamp= --timed-trace-label-input-length= "
-        "--timed-trace-label-output-length= --timed-trace-label-hash-ids=",
+        "--dataset-name=timed_trace --dataset-name=burstgpt --timed-trace-chunk-hash-size= "
+        "--timed-trace-sec-multiplier= --timed-trace-label-timestamp= "
+        "--timed-trace-label-input-length= --timed-trace-label-output-length= "
+        "--timed-trace-label-hash-ids=",
     ),
     (Refusal("'tk bench offline --profile FILE' profiles the engine."), "--profile"),
     (Refusal("Run a second tk bench with its own rate."), "--probe-request-rate="),

@@ -8,7 +8,6 @@ from tools.docs.terminal import terminal_pictures
 from tools.docs.tree import program
 from tools.docs.vllm import vllm_page
 
-
 FOLDERS = (("man", "*"), ("completions", "*"), ("docs/images", "*.svg"), ("docs", "from-*.md"))
 """Folders, and the names of the files in them that are generated."""
 
