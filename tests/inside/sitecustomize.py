@@ -3,7 +3,8 @@
 `server.hook_environment` puts this folder on their path. Files in the folder TEST_HOOKS act while
 they exist: `slow` delays each step, `broken` fails it, and the name of a module delays the start
 of processes that run it. With TEST_STEPS=equal, drafts are thought to cost nothing: how many are
-verified does not depend on how busy the machine is. TEST_METRICS_INTERVAL: between two readings of
+verified does not depend on how busy the machine is. With TEST_STEPS=few, startup measures steps of
+one request and of all. TEST_METRICS_INTERVAL: between two readings of
 /metrics, in seconds. TEST_PROBE_TIMEOUT: for the step that a probe asks for, in seconds; a step is
 recent for a fifth of that. TEST_NUM_FILES: limit of open files. Pauses between restarts of an
 engine are short.
@@ -57,6 +58,8 @@ def change_worker(module: ModuleType) -> None:
         from toolkit.scheduler.speculation import StepTimes
 
         module.WarmUp.step_times = lambda *_: StepTimes(plain=[(1, 1.0), (1000, 1.0)])
+    if os.environ.get("TEST_STEPS") == "few":
+        sys.modules[module.WarmUp.__module__].STEP_SIZES = (1,)
 
 
 def change_revival(module: ModuleType) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests import engines
 from tests.checkpoints import make_model, save
+from tests.server import INSIDE, hook_environment
 from toolkit import LLM, SamplingParams
 from toolkit.scheduler import ModelOutput, SchedulerOutput
 
@@ -49,17 +50,19 @@ def drafting_engine(
     if drafter is not None:
         config = {"method": method, "model": str(drafter), "num_speculative_tokens": most}
     given = SETTINGS | {"speculative_config": config} | settings
-    if "tensor_parallel_size" in settings:
-        return LLM(str(model), **given)  # all ranks measure the same steps
     with few_measured_steps():
         return LLM(str(model), **given)
 
 
 @contextmanager
 def few_measured_steps() -> Iterator[None]:
-    """Measure steps of one request and of all at startup. No test depends on what they take."""
+    """Measure steps of one request and of all at startup. No test depends on what they take.
+
+    All ranks measure the same steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.worker.startup.warm_up.STEP_SIZES", (1,))
+        for name, value in (hook_environment(INSIDE) | {"TEST_STEPS": "few"}).items():
+            patch.setenv(name, value)
         yield
 
 

@@ -220,7 +220,7 @@ def test_quantization_holds_for_the_drafter(target_folder: Path):
 def test_ranks_share_the_drafter(engine, target_folder: Path):
     prompts = random_prompts(2)
     expected = answers(engine(target_folder, **SETTINGS), prompts, **GREEDY)
-    llm = drafting_engine(target_folder, target_folder, tensor_parallel_size=2, max_num_seqs=2)
+    llm = drafting_engine(target_folder, target_folder, tensor_parallel_size=2)
     with logged_steps(llm) as log:
         assert answers(llm, prompts, **GREEDY) == expected
     assert log.acceptance_rate == 1.0

@@ -251,7 +251,7 @@ def plain_answers(folder: Path, prompts: list[list[int]], **settings: Any) -> li
         ("qwen3.5", {"max_num_batched_tokens": 24, "async_scheduling": True}),
         ("qwen3.5", {"num_gpu_blocks_override": 19, "block_size": 8, "max_model_len": 104}),
         ("qwen3-next", {}),
-        ("qwen3-next", {"tensor_parallel_size": 2, "max_num_seqs": 2}),
+        ("qwen3-next", {"tensor_parallel_size": 2}),
         (
             "qwen3.5-moe",
             {"num_gpu_blocks_override": 19, "block_size": 8, "max_model_len": 104}

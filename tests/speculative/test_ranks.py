@@ -9,7 +9,7 @@ import torch
 
 from tests import engines
 from tests.speculative import test_differential as differential
-from tests.speculative.drafting import SETTINGS, answers, save_llama
+from tests.speculative.drafting import SETTINGS, answers, drafting_engine, save_llama
 from tests.speculative.near_ties import require_equal_or_near_ties
 from tests.speculative.plain import Llama
 from toolkit import LLM
@@ -45,8 +45,7 @@ def test_answers_are_those_of_one_rank_without_drafts(tmp_path: Path, sharded: s
     plain = LLM(str(folder), **SETTINGS)
     expected = [answers(plain, prompts, **params) for params in CASES.values()]
     plain.shutdown()
-    given = SETTINGS | {"max_num_seqs": 4, sharded: 2}  # at startup, few steps are measured
-    llm = LLM(str(folder), **given, speculative_config=NGRAM)
+    llm = drafting_engine(folder, None, **{sharded: 2}, speculative_config=NGRAM)
     total = count_drafts(llm)
     assert [answers(llm, prompts, **params) for params in CASES.values()] == expected
     llm.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ SETTINGS = {
     "hf_overrides": {"max_position_embeddings": 512},
 }
 LENGTHS = 1, 3, 62, 63, 64, 65, 130
-COUNT = 40
+COUNT = 24
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 MODES: dict[str, dict[str, Any]] = {
     "in turn": {},
@@ -36,8 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "recomputed": {"num_gpu_blocks_override": 14, "max_model_len": 220},
     "swapped": {"num_gpu_blocks_override": 14, "max_model_len": 220, "swap_space": 0.01},
     "few states": {"state_cache_gib": 0.0, "async_scheduling": True},
-    "two ranks": {"tensor_parallel_size": 2},
-    "two stages": {"pipeline_parallel_size": 2},
+    "two ranks": {"tensor_parallel_size": 2, "max_num_seqs": 8},
+    "two stages": {"pipeline_parallel_size": 2, "max_num_seqs": 8},
 }
 Answers = list[list[int]]
 
@@ -100,8 +99,7 @@ def without_drafts(folders: dict[str, Path]) -> dict[str, list[tuple[Answers, An
 def test_drafts_change_nothing(folders, without_drafts, predictions, all_drafts_pay, name, mode):
     """Cold, and in slots that others have used, from states that decoding has passed."""
     (prompts, expected), (turns, others) = without_drafts[name]
-    is_one_process = not mode.startswith("two")  # all ranks measure the same steps
-    with few_measured_steps() if is_one_process else nullcontext():
+    with few_measured_steps():
         llm = LLM(str(folders[name]), **SETTINGS | MODES[mode], speculative_config=NGRAM)
     assert ask(llm, prompts, expected) == expected
     assert ask(llm, prompts[::-1], expected[::-1]) == expected[::-1]
@@ -111,7 +109,7 @@ def test_drafts_change_nothing(folders, without_drafts, predictions, all_drafts_
             given = [{"prompt_token_ids": one} for one in later(turns, others)]
             found = llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)
             assert ask(llm, prompts, expected) == expected
-        assert log.num_accepted > 50
+        assert log.num_accepted > 30
         assert log.num_accepted < log.num_drafts
         # Up to the last boundary that the answers passed.
         ends = [(len(one["prompt_token_ids"]) - 3) // 64 * 64 for one in given]
@@ -148,8 +146,8 @@ def test_drafts_change_nothing_with_gpu_kernels(
     limits = {"max_num_batched_tokens": 49, "max_num_seqs": 3, "attention_backend": "torch"}
     llm = LLM(str(folders[name]), **SETTINGS | limits, speculative_config=NGRAM)
     with logged_steps(llm) as log:
-        found = ask(llm, prompts[1:4], expected[1:4], count=14)
-    assert found == [answer[:14] for answer in expected[1:4]]
-    assert 5 < log.num_accepted < log.num_drafts
+        found = ask(llm, prompts[1:3], expected[1:3], count=10)
+    assert found == [answer[:10] for answer in expected[1:3]]
+    assert 3 < log.num_accepted < log.num_drafts
     assert len(engines.graphs(llm)) > 0
     llm.shutdown()
