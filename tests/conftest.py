@@ -19,6 +19,7 @@ import gc
 gc.disable()
 
 import contextlib
+import functools
 import logging
 import subprocess
 import sys
@@ -253,6 +254,7 @@ SLOW_FILES = frozenset(
 """Files of these folders that take more than two seconds."""
 
 
+@functools.cache
 def _is_quick(path: Path) -> bool:
     """True for the files that `-m quick` runs."""
     parts = path.relative_to(Path(__file__).parent).parts
@@ -268,8 +270,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark quick tests before `-m` chooses. Skip those that need a GPU where there is none, and
-    those of all decoders unless `-m` names them."""
+    """Mark quick tests before `-m` chooses. Leave out those that need a GPU where there is none;
+    skip them if the command line names tests. Skip those of all decoders unless `-m` names them."""
     for item in items:
         if _is_quick(item.path):
             item.add_marker(pytest.mark.quick)
@@ -277,11 +279,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes minutes: make test-models runs it"))
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
-    others = _others_in_interpreter(config, items)
+    need_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if _names_tests(config):
+        for item in need_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        return
+    others = {*need_gpu, *_others_in_interpreter(items)}
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
 
@@ -292,12 +295,13 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def _others_in_interpreter(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases that only GPUs run: those that the test's mark `on_cpu` does not name.
+def _names_tests(config: pytest.Config) -> bool:
+    """True if the command line names tests with `::`. They run all their cases."""
+    return any("::" in argument for argument in config.args)
 
-    A test that the command line names with `::` runs all its cases."""
-    if any("::" in argument for argument in config.args):
-        return set()
+
+def _others_in_interpreter(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that only GPUs run: those that the test's mark `on_cpu` does not name."""
     cases: dict[str, dict[str, pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("on_cpu"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import random
 from collections import Counter
@@ -32,13 +33,13 @@ from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import Tokenizer
 from tools.bench.loop import RandomTokens
 
-LETTERS = checkpoints.make_tokenizer()
+letters = functools.cache(checkpoints.make_tokenizer)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     folder: Path = tmp_path_factory.mktemp("letters")
-    LETTERS.save_pretrained(folder)
+    letters().save_pretrained(folder)
     return Tokenizer(folder)
 
 
@@ -186,7 +187,7 @@ class TestDeltas:
         states = [outputs.add(request_of(i, n=2, detokenize=i != 2), None) for i in range(3)]
         sent: dict[int, list[int]] = {n: [] for n in range(6)}
         received: dict[int, list[Delta]] = {n: [] for n in range(6)}
-        text = {n: LETTERS.encode("naïve ☃ 日本語 text " * 3)[n:] for n in range(6)}
+        text = {n: letters().encode("naïve ☃ 日本語 text " * 3)[n:] for n in range(6)}
         for step in range(40):
             some = [n for n in range(6) if rng.random() < 0.7 and text[n]]
             tokens = {n: text[n].pop(0) for n in some}
@@ -201,7 +202,7 @@ class TestDeltas:
                 received[2 * i + delta.index].append(delta)
         for n in range(6):
             assert [token for delta in received[n] for token in delta.token_ids] == sent[n]
-            expected = LETTERS.decode(sent[n]).rstrip("\ufffd") if n < 4 else ""
+            expected = letters().decode(sent[n]).rstrip("\ufffd") if n < 4 else ""
             assert "".join(delta.text for delta in received[n]) == expected
             assert len(received[n]) < len(sent[n])
 
@@ -222,7 +223,7 @@ class TestDeltas:
         outputs = OutputProcessor(tokenizer)
         state = outputs.add(request_of(stop=["bc"]), None)
         ended = [
-            outputs.process(columns({0: LETTERS.encode(letter)[0]}), 0.0).stopped
+            outputs.process(columns({0: letters().encode(letter)[0]}), 0.0).stopped
             for letter in "abcd"
         ]
         delta = state.next_delta()
@@ -318,7 +319,7 @@ class TestLogprobs:
         outputs = OutputProcessor(tokenizer)
         state = outputs.add(request_of(n=2, logprobs=1), None)
         other = outputs.add(request_of(2), None)
-        tokens = LETTERS.encode("several words")
+        tokens = letters().encode("several words")
         seen: list[Delta] = []
         for step, token in enumerate(tokens):
             message = columns({0: token, 1: token + 1, 2: token})
@@ -346,7 +347,7 @@ class TestLogprobs:
         outputs = OutputProcessor(tokenizer)
         state = outputs.add(request_of(stop=["b"], logprobs=0), None)
         for letter in "ab":
-            (token,) = LETTERS.encode(letter)
+            (token,) = letters().encode(letter)
             message = columns({0: token})
             message.logprobs = LogprobRecords(12, pack_record(1, [(token, -1.0)]))
             outputs.process(message, 0.0)

@@ -10,10 +10,7 @@ import re
 import numpy as np
 import psutil
 import pytest
-import transformers  # noqa: F401  (with PyTorch, before anything else imports it)
 from PIL import Image
-from transformers.image_transforms import convert_to_rgb
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.pictures.running import workers_of
 from tests.pictures.samples import (
@@ -34,8 +31,6 @@ from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.settings import PictureLimits
 from toolkit.pictures.sources import Encoded, from_image, load
 
-REFERENCE = Qwen2VLImageProcessorPil(**QWEN.fields)
-
 
 def opened(data: bytes) -> Image.Image:
     """Return the picture as Transformers reads it, transparency over white."""
@@ -46,7 +41,12 @@ def opened(data: bytes) -> Image.Image:
 
 def reference(image: Image.Image) -> tuple[list[int], np.ndarray]:
     """Return (grid, values of the first frame) as Transformers computes them."""
-    found = REFERENCE([Image.fromarray(convert_to_rgb(image, return_numpy=True))])
+    import transformers  # noqa: F401  (with PyTorch, before anything else imports it)
+    from transformers.image_transforms import convert_to_rgb
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
+
+    processor = module.Qwen2VLImageProcessorPil(**QWEN.fields)
+    found = processor([Image.fromarray(convert_to_rgb(image, return_numpy=True))])
     values = found["pixel_values"].reshape(-1, 3, 2, 14 * 14)
     assert np.array_equal(values[:, :, 0], values[:, :, 1])
     return list(found["image_grid_thw"][0]), values[:, :, 0]

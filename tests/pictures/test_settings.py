@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import transformers  # noqa: F401  (with PyTorch, before anything else imports it)
 from PIL import Image
 
 from tests.pictures.samples import CLIP_MEAN, CLIP_STD, QWEN, gradient

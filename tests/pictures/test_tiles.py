@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers  # noqa: F401  (with PyTorch, before anything else imports it)
 from tokenizers import Tokenizer
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from tests.pictures.samples import gradient
 from tests.references import FOLDER
@@ -69,6 +67,8 @@ def tokenizer(folder: Path, *tokens: str) -> Tokenizer:
 
 def written_ids(made: Tokenizer, fake: str, count: int, rows: int, columns: int) -> list[int]:
     """Return the tokens of a picture that Transformers writes for these rows and columns."""
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
     texts = SimpleNamespace(
         fake_image_token=fake,
         global_image_tag="<global-img>",
