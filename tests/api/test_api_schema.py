@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from tests.server import Server, until
 
-NUM_EXAMPLES = int(20 * float(os.environ.get("TK_TEST_SCALE", "0.15")))
+NUM_EXAMPLES = int(20 * float(os.environ.get("TK_TEST_SCALE", "0.1")))
 """For each operation, of valid requests, and of invalid ones."""
 STREAMS = ("text/event-stream", "application/x-ndjson")
 LONGEST = 90.0  # seconds for a response

@@ -139,8 +139,8 @@ def complete_schema(seed: int) -> dict[str, Any]:
     return schema(rng) | {"$defs": defs}
 
 
-def test_answers_to_200_random_schemas_parse_and_validate(llm):
-    wanted = [complete_schema(seed) for seed in range(200)]
+def test_answers_to_100_random_schemas_parse_and_validate(llm):
+    wanted = [complete_schema(seed) for seed in range(100)]
     # Closing tokens are made likelier and whitespace impossible. Otherwise random weights rarely
     # reach an end.
     bias = {
@@ -152,7 +152,7 @@ def test_answers_to_200_random_schemas_parse_and_validate(llm):
     ended = [
         (one, text) for one, (text, reason) in zip(wanted, found, strict=True) if reason == "stop"
     ]
-    assert len(ended) >= 180
+    assert len(ended) >= 90
     for one, text in ended:
         checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
         jsonschema.Draft202012Validator(one, format_checker=checker).validate(json.loads(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from toolkit.text.tokenizer import TextStream, Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 CORPUS = [
     "The sea is wide — naïve 日本語 text, ☃ and 👩‍👩‍👧 families. " * 3,
     "a  b\n\n\tdef f(x): return x",
@@ -200,14 +201,14 @@ class TestStreams:
         assert (ours.token_names[complete], ours.token_names[part]) == ("a", r"bytes:\xf0")
 
 
-BYTES = checkpoints.make_tokenizer()
-"""Tokenizer with one token per byte."""
+tokenizer_of_bytes = functools.cache(checkpoints.make_tokenizer)
+"""Returns a tokenizer with one token per byte."""
 
 
 @pytest.fixture(scope="module")
 def byte_tokenizer(tmp_path_factory) -> Tokenizer:
     folder: Path = tmp_path_factory.mktemp("bytes")
-    BYTES.save_pretrained(folder)
+    tokenizer_of_bytes().save_pretrained(folder)
     return Tokenizer(folder)
 
 
@@ -218,7 +219,7 @@ def stream_until_stop(
     state = IncrementalDetokenizer(tokenizer, params)
     shown: list[str] = []
     for index, piece in enumerate(pieces):
-        text, stop = state.add(BYTES.encode(piece), index == len(pieces) - 1)
+        text, stop = state.add(tokenizer_of_bytes().encode(piece), index == len(pieces) - 1)
         shown.append(text)
         if stop is not None:
             return shown, stop
@@ -276,7 +277,7 @@ class TestStopStrings:
         count = 0
         for piece in pieces:
             before, text = text, text + piece
-            count += len(BYTES.encode(piece))
+            count += len(tokenizer_of_bytes().encode(piece))
             if count >= min_tokens and text.endswith(stop):
                 assert met == stop
                 assert "".join(shown) == text.removesuffix(stop)

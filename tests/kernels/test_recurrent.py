@@ -56,7 +56,8 @@ def step_of(counts: list[int], kept: int = 0) -> Given:
 
 STEPS = {
     "decode": step_of([1] * 5, kept=1),
-    "prompts": step_of([1, 65, 64, 130, 7], kept=64),
+    "prompts": step_of([1, 129, 64, 2, 7], kept=64),
+    "short prompts": step_of([1, 65, 2, 1, 7], kept=64),
     # Drafts that were right, or not; none; a tail of a prompt as long as a verified step; new ones.
     "drafts": Given([4, 4, 1, 2, 3], [9, 66, 203, 2, 0], [9, 63, 200, 2, 0], [10, 67, 204, 4, 1],
                     [0, 64, 0, 0, 0]),

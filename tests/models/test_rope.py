@@ -72,11 +72,18 @@ PARAMETERS: dict[str, list[dict]] = {
         rope_theta=[1e4, 5e5],
     ),
 }
-CASES = [(kind, parameters) for kind, several in PARAMETERS.items() for parameters in several]
+CONTEXTS = ((1024, 4096), (4096, 4096), (2048, 2048 * 3))
+CASES = [
+    (kind, parameters, *context)
+    for kind, several in PARAMETERS.items()
+    for index, parameters in enumerate(several)
+    for context in (CONTEXTS if index == 0 else [CONTEXTS[(index + index // 3) % 3]])
+]
 
 
-@pytest.mark.parametrize(("kind", "parameters"), CASES, ids=lambda value: json.dumps(value)[:70])
-@pytest.mark.parametrize(("trained", "extended"), [(1024, 4096), (4096, 4096), (2048, 2048 * 3)])
+@pytest.mark.parametrize(
+    ("kind", "parameters", "trained", "extended"), CASES, ids=lambda value: json.dumps(value)[:70]
+)
 def test_frequencies_equal_transformers(kind, parameters, trained, extended):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -57,23 +57,19 @@ MODES: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "max_num_seqs": 4},
     "two stages": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 16, "max_num_seqs": 4},
 }  # fmt: skip
-FEW = ("chunks through pictures", "room for one picture", "swap")
-"""Modes of all models. Of the others, one each."""
 CASES = [("qwen2.5-vl", mode) for mode in MODES if mode != "two ranks"]
-CASES += [(name, mode) for name in ("qwen2-vl", "qwen3-vl") for mode in FEW]
-CASES += [("qwen3-vl", "two ranks"), ("qwen3-vl", "drafts")]
-CASES += [("qwen3-vl-moe", "chunks through pictures"), ("qwen3-vl-moe", "two ranks")]
-CASES += [("qwen3.5", mode) for mode in ("chunks through pictures", "preemption", "two ranks")]
-CASES += [("qwen3.5-moe", "room for one picture"), ("qwen3.5-moe", "two stages")]
-CASES += [("mistral3", mode) for mode in FEW]
-CASES += [("llava", mode) for mode in ("room for one picture", "drafts")]
-CASES += [("llava-full", mode) for mode in ("chunks through pictures", "swap")]
-CASES += [("gemma3", mode) for mode in MODES if mode != "small steps that overlap"]
-CASES += [("idefics3", mode) for mode in FEW] + [("idefics3-whole", "all at once")]
-CASES += [("smolvlm", mode) for mode in ("chunks through pictures", "preemption", "drafts")]
-CASES += [("internvl", mode) for mode in FEW] + [("internvl-llama", "all at once")]
-CASES += [("internvl-rms", mode) for mode in ("chunks through pictures", "preemption", "drafts")]
-CASES += [("idefics3", "two stages"), ("internvl", "two ranks")]
+CASES += [("gemma3", mode) for mode in MODES if mode not in ("small steps that overlap", "swap")]
+# Of the other models, some modes each.
+CASES += [("qwen2-vl", "room for one picture"), ("qwen2-vl", "chunks through pictures")]
+CASES += [("qwen3-vl", "swap"), ("qwen3-vl", "drafts"), ("qwen3-vl", "chunks through pictures")]
+CASES += [("qwen3-vl-moe", "two ranks"), ("qwen3.5-moe", "room for one picture")]
+CASES += [("qwen3.5", "preemption"), ("qwen3.5", "chunks through pictures")]
+CASES += [("mistral3", "room for one picture"), ("mistral3", "swap")]
+CASES += [("llava", "drafts"), ("llava-full", "chunks through pictures")]
+CASES += [("idefics3", "chunks through pictures"), ("idefics3", "two stages")]
+CASES += [("idefics3-whole", "all at once"), ("smolvlm", "preemption")]
+CASES += [("internvl", "swap"), ("internvl", "two ranks"), ("internvl-llama", "all at once")]
+CASES += [("internvl-rms", "room for one picture")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 

@@ -41,13 +41,16 @@ Request = tuple[list[int], SamplingParams]
 Alone = tuple[Path, list[Request], list[list[CompletionOutput]]]
 
 
-def random_request(rng: random.Random, shared: list[int]) -> tuple[list[int], SamplingParams]:
+def random_requests(rng: random.Random, shared: list[int], count: int) -> list[Request]:
+    """Return requests of all kinds in turn."""
+    return [random_request(rng, shared, KINDS[i % len(KINDS)]) for i in range(count)]
+
+
+def random_request(rng: random.Random, shared: list[int], kind: dict) -> Request:
     prompt = (shared if rng.random() < 0.4 else []) + [
         rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))
     ]
-    return prompt, SamplingParams(
-        max_tokens=rng.randint(5, 24), ignore_eos=True, **rng.choice(KINDS)
-    )
+    return prompt, SamplingParams(max_tokens=rng.randint(5, 24), ignore_eos=True, **kind)
 
 
 def together(llm: LLM, requests: list, rng: random.Random) -> list[dict[int, list]]:
@@ -81,7 +84,7 @@ def alone(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> 
     """Return a model, requests, and their answers when each runs alone."""
     rng = random.Random(request.param)
     shared = [rng.randrange(VOCAB) for _ in range(20)]
-    requests = [random_request(rng, shared) for _ in range(25)]
+    requests = random_requests(rng, shared, 15)
     folder = checkpoint(request.param)
     llm = LLM(
         str(folder),
@@ -141,7 +144,7 @@ def test_logprobs_in_16_bits_are_close_to_fp32(tmp_path, monkeypatch, name, sett
     folder = checkpoints.save(exact, tmp_path / "wide")
     rng = random.Random(f"{name} {setting}")
     shared = [rng.randrange(VOCAB) for _ in range(150)]
-    requests = [random_request(rng, shared) for _ in range(25)]
+    requests = random_requests(rng, shared, 25)
     for _, params in requests:
         params.logprobs = 0
     more = SETTINGS[setting] | {"block_size": 16}

@@ -97,10 +97,9 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", range(2))
-def test_frequencies_of_tokens_match_transformers(case, seed):
-    params = SamplingParams(seed=1000 + seed, **{"temperature": 1.0} | CASES[case])
-    logits = random_logits(seed)
+def test_frequencies_of_tokens_match_transformers(case):
+    params = SamplingParams(seed=1000, **{"temperature": 1.0} | CASES[case])
+    logits = random_logits(0)
     expected = warped(logits, params)
     counts = draw_many(logits, params, 30_000)
     assert counts[expected == 0].sum() == 0, "a filtered token was drawn"

@@ -36,7 +36,7 @@ from toolkit.scheduler.states import Snapshot, StateSlots
 from toolkit.sequence import Feature
 
 thorough = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     database=None,

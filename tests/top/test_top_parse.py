@@ -69,7 +69,7 @@ def test_parser_agrees_with_prometheus_on_tk_metrics(prefix):
                 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     values=st.lists(
         st.tuples(st.text(max_size=8), st.floats(0, 1e12)),

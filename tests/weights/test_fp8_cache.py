@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
 
 def greedy(folder, **settings) -> list[list[int]]:
     llm = LLM(str(folder), kv_cache_dtype="fp8", max_num_seqs=4, **SMALL, **settings)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     results = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
     llm.shutdown()
     return [list(result.outputs[0].token_ids) for result in results]

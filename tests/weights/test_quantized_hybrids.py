@@ -19,6 +19,7 @@ from toolkit.kernels.switch import only_pytorch
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 GROUP = 32
+COUNT = 6  # tokens of an answer
 PROMPTS = [[5, 6, 7, 100, 32], [9, 8]]
 SIZES = {
     "intermediate_size": 64,
@@ -123,7 +124,7 @@ def test_quantized_hybrid_answers_as_the_dequantized_model(tmp_path, name, kind,
             tensors |= {f"{module}.{end}": one.contiguous() for end, one in stored.items()}
     save_file(rounded, file, metadata={"format": "pt"})
     reference = type(model.module).from_pretrained(folder, attn_implementation="eager").eval()
-    expected = [checkpoints.greedy(reference, prompt, 12) for prompt in PROMPTS]
+    expected = [checkpoints.greedy(reference, prompt, COUNT) for prompt in PROMPTS]
     if fields.get("dynamic") is PUBLISHED:
         tensors = {
             name.replace("model.", "model.language_model."): tensors[name] for name in tensors
@@ -135,6 +136,6 @@ def test_quantized_hybrid_answers_as_the_dequantized_model(tmp_path, name, kind,
         with only_pytorch("dequantized"):  # the kernels round x to 8 bits
             options = {"num_threads": 1, "tensor_parallel_size": ranks}
             llm = LLM(str(folder), device="cpu", dtype="float32", **options)
-            found = generate(llm, PROMPTS, max_tokens=12)
+            found = generate(llm, PROMPTS, max_tokens=COUNT)
             llm.shutdown()
         assert [list(result.outputs[0].token_ids) for result in found] == expected

@@ -195,7 +195,7 @@ def test_chat_has_preamble_and_call(served: Server) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("length", range(1, 128, 14))
+@pytest.mark.parametrize("length", range(1, 128, 18))
 def test_answer_cut_anywhere_has_no_marks(served: Server, length: int) -> None:
     choice = chat(served, CALLING, tools=TOOLS, max_tokens=length)
     message = choice["message"]

@@ -162,8 +162,10 @@ def test_sliding_windows_hide_earlier_keys(window: int, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.usefixtures("threads")
-def test_runs_of_tokens_see_each_other(heads: tuple[int, int, int], variant: str) -> None:
+@pytest.mark.parametrize("threads", [1, 5], ids="{} threads".format, indirect=True)
+def test_runs_of_tokens_see_each_other(
+    heads: tuple[int, int, int], threads: int, variant: str
+) -> None:
     torch.manual_seed(0)
     lens = [(40, 40), (1, 50), (200, 230), (3, 20), (1, 9)]
     runs = [(2, 39), None, (60, 190), (17, 20), (5, 9)]  # first position and end

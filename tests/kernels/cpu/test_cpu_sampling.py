@@ -18,7 +18,7 @@ from toolkit.sampling.sampling_state import SamplingState
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.problem()))
 
-NUM_ROWS = 16 if "SANITIZED_KERNELS" in os.environ else 200
+NUM_ROWS = 16 if "SANITIZED_KERNELS" in os.environ else 60
 """Rows to filter. Few reach the same memory as many, and sanitized kernels are slow."""
 FILTERS = [
     {"top_k": 1},
