@@ -11,6 +11,7 @@ import torch
 
 from tests import engines
 from tests.lora.test_adapters import PROMPT, engine, generate, tokens
+from tests.speculative.drafting import few_measured_steps
 from toolkit import LoRARequest
 from toolkit.errors import ToolkitError
 from toolkit.kernels.table import TritonKernels
@@ -114,7 +115,8 @@ def use_gpu_runner(triton_runs, monkeypatch):
 def answers(checkpoint, folders: dict[str, Path], base: str, names: list[str], **more):
     """Return (class of the kernels, answers, log-probabilities of a prompt's tokens)."""
     settings = {"max_num_batched_tokens": 7, "max_lora_rank": 20, **TORCH}
-    llm = engine(checkpoint(base), folders, **settings | more)
+    with few_measured_steps():
+        llm = engine(checkpoint(base), folders, **settings | more)
     kernels = type(engines.kernels(llm)).__name__
     prompts = [PROMPT[:9], PROMPT[:4], PROMPT[:3]]
     found = tokens(generate(llm, prompts, names, max_tokens=3))

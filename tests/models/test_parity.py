@@ -27,7 +27,7 @@ MODES: dict[str, dict] = {
     "chunks-of-seven": {"max_num_batched_tokens": 7, "block_size": 4},
     "swap": SMALL_POOL | {"swap_space": 0.001, "async_scheduling": True},
 }
-MODES_OF_FEW = MODES | {
+MODES_OF_FEW: dict[str, dict] = {
     "recompute": SMALL_POOL | {"swap_space": 0.0, "async_scheduling": False},
     "one-token-per-step": {"max_num_batched_tokens": 1, "block_size": 4},
     "overlapped-recompute": SMALL_POOL | {"swap_space": 0.0, "async_scheduling": True},
@@ -104,6 +104,7 @@ def test_greedy_tokens_equal_transformers(case):
 
 @pytest.mark.parametrize("mode", MODES_OF_FEW)
 def test_greedy_tokens_of_a_few_in_more_modes(few, mode):
+    """With more and longer requests than those of all models."""
     run(few, MODES_OF_FEW[mode], few.prompts, COUNT)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import engines
-from tests.speculative.drafting import StepLog, logged_steps, save_llama
+from tests.speculative.drafting import StepLog, few_measured_steps, logged_steps, save_llama
 from tests.speculative.near_ties import (
     NEAR,
     require_equal_or_near_tie,
@@ -181,7 +181,8 @@ def require_allowed_drafts(log: StepLog) -> None:
 )
 def test_drafts_change_nothing(folders, expected, tmp_path, drafter, swap_space):
     config = speculation(drafter, folders, tmp_path)
-    llm = LLM(str(folders[0]), **SETTINGS, swap_space=swap_space, speculative_config=config)
+    with few_measured_steps():
+        llm = LLM(str(folders[0]), **SETTINGS, swap_space=swap_space, speculative_config=config)
     with logged_steps(llm) as log:
         found = run(llm)
     llm.shutdown()
@@ -231,7 +232,8 @@ class Streamed:
 def test_streams_with_drafts_are_those_without(folders, expected, tmp_path, drafter, is_async):
     """Requests come one after another, and the clients of some leave early."""
     config = speculation(drafter, folders, tmp_path)
-    llm = LLM(str(folders[0]), **SETTINGS, async_scheduling=is_async, speculative_config=config)
+    with few_measured_steps():
+        llm = LLM(str(folders[0]), **SETTINGS, async_scheduling=is_async, speculative_config=config)
     rng = random.Random(1)
     waiting, running, done = list(enumerate(zip(*random_requests(), strict=True))), [], []
     with logged_steps(llm) as log:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import engines
-from tests.speculative.drafting import StepLog, logged_steps, save_llama
+from tests.speculative.drafting import StepLog, few_measured_steps, logged_steps, save_llama
 from tests.speculative.plain import shrink_unlikely
 from toolkit import LLM, SamplingParams
 from toolkit.kernels.table import CPUKernels, TritonKernels
@@ -131,7 +131,8 @@ def test_constrained_answers_are_those_without_drafts(request, target, expected,
     for fixture in fixtures.split():
         request.getfixturevalue(fixture)
     config = speculation(method, target)
-    llm = LLM(str(target), **SETTINGS | settings, speculative_config=config)
+    with few_measured_steps():
+        llm = LLM(str(target), **SETTINGS | settings, speculative_config=config)
     assert type(engines.kernels(llm)) is TritonKernels
     with logged_steps(llm) as log:
         for one, other in zip(answers(llm), expected, strict=True):
@@ -151,7 +152,8 @@ def test_constrained_answers_are_those_without_drafts(request, target, expected,
 def test_grammars_hold_where_drafts_are_missing(gpu_runner, target):
     """Steps that overlap have room for drafts that are not found. What is there can be right."""
     config = {"method": "ngram", "prompt_lookup_min": 3, "num_speculative_tokens": 3}
-    llm = LLM(str(target), **SETTINGS, speculative_config=config)
+    with few_measured_steps():
+        llm = LLM(str(target), **SETTINGS, speculative_config=config)
     prompts = [{"prompt_token_ids": [A, B, C, A, A, B, C, A, B]}] * 3
     params = [
         SamplingParams(temperature=1.0, max_tokens=16, seed=seed, **grammar(regex="[A-C]{50}"))

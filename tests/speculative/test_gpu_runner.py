@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests import engines
-from tests.speculative.drafting import logged_steps
+from tests.speculative.drafting import few_measured_steps, logged_steps
 from toolkit import LLM, SamplingParams
 from toolkit.kernels.table import CPUKernels, TritonKernels
 from toolkit.sampling.params import StructuredOutputsParams
@@ -44,7 +44,8 @@ def test_answers_are_those_without_drafts(checkpoint, gpu_runner, monkeypatch):
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
 
     def answers(**settings) -> tuple[list, object]:
-        llm = LLM(str(checkpoint("qwen3")), async_scheduling=True, **SETTINGS | settings)
+        with few_measured_steps():
+            llm = LLM(str(checkpoint("qwen3")), async_scheduling=True, **SETTINGS | settings)
         assert type(engines.kernels(llm)) is (TritonKernels if settings else CPUKernels)
         with logged_steps(llm) as log:
             found = llm.generate(inputs, params, use_tqdm=False)

@@ -144,7 +144,8 @@ def test_drafts_change_nothing_with_gpu_kernels(
     monkeypatch.setattr("toolkit.models.recurrent.kernels_for", lambda device: TritonKernels())
     (prompts, expected), _ = without_drafts[name]
     limits = {"max_num_batched_tokens": 49, "max_num_seqs": 3, "attention_backend": "torch"}
-    llm = LLM(str(folders[name]), **SETTINGS | limits, speculative_config=NGRAM)
+    with few_measured_steps():
+        llm = LLM(str(folders[name]), **SETTINGS | limits, speculative_config=NGRAM)
     with logged_steps(llm) as log:
         found = ask(llm, prompts[1:3], expected[1:3], count=10)
     assert found == [answer[:10] for answer in expected[1:3]]
