@@ -116,8 +116,24 @@ def require_on_hub(name: str) -> None:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a path, since it is not a valid name on the hub."""
-    return not _HUB_NAME.fullmatch(name) or name.startswith(".")
+    """Return True if a name can only be a path: of a GGUF file, or no valid name on the hub."""
+    return not _HUB_NAME.fullmatch(name) or name.startswith(".") or _is_gguf_path(name)
+
+
+def require_path(name: str) -> None:
+    """Raise ModelNotFoundError if a name can only be a path, and there is nothing."""
+    path = Path(name).expanduser()
+    if path.exists() or not is_path(name):
+        return
+    kind = "file" if _is_gguf_path(name) else "folder"
+    raise ModelNotFoundError(
+        f"There is no {kind} {name}.{did_you_mean(path.name, _siblings(path.parent))}"
+    )
+
+
+def _is_gguf_path(name: str) -> bool:
+    """Return True for a file name that ends with .gguf, in a folder that exists."""
+    return name.lower().endswith(".gguf") and Path(name).expanduser().parent.is_dir()
 
 
 class HubUnreachableError(ModelNotFoundError):
@@ -223,11 +239,7 @@ def fetch(
 
 
 def _from_hub(name: str, revision: str | None, *, with_weights: bool = True) -> Path:
-    if is_path(name):
-        folder = Path(name).expanduser()
-        raise ModelNotFoundError(
-            f"There is no folder {name}.{did_you_mean(folder.name, _siblings(folder.parent))}"
-        )
+    require_path(name)
     try:
         return fetch(name, revision, with_weights=with_weights)
     except HubUnreachableError as unreachable:
@@ -325,7 +337,10 @@ def cached_names() -> list[str]:
 
 
 def _siblings(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    """Return the names of the folders and GGUF files in a folder."""
+    if not folder.is_dir():
+        return []
+    return [path.name for path in folder.iterdir() if path.is_dir() or is_gguf(path)]
 
 
 def _first_line(error: Exception) -> str:

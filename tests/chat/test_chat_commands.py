@@ -192,6 +192,35 @@ async def test_conversations_are_saved_privately_and_resumed(server, connect, sc
     assert store.newest(1)[0].conversation.num_questions == 2
 
 
+async def test_conversations_are_saved_and_loaded_by_name(server, connect, screen):
+    session = connect()
+    await handle_line(session, "One")
+    unnamed = session.path
+    await handle_line(session, "/save first-talk")
+    assert [path.name for path in unnamed.parent.iterdir()] == ["first-talk.json"]
+    await handle_line(session, "Two")  # goes to the same file
+    other = connect()
+    await handle_line(other, "/load")
+    assert re.search(r"/load first-talk +just now, fake: One", screen.stderr)
+    await handle_line(other, "/load first-talk")
+    assert [content for _, content in history(other)][::2] == ["One", "Two"]
+    third = connect()
+    await handle_line(third, "Three")
+    await handle_line(third, "/save first-talk")
+    assert "There is a conversation first-talk already" in screen.stderr
+    assert third.path.exists()
+
+
+async def test_words_that_leave_the_chat_and_show_the_help(server, connect, screen):
+    session = connect()
+    for line in ("exit", "quit", "/bye", "/quit", "/exit"):
+        assert not await handle_line(session, line)
+    assert await handle_line(session, "/?")
+    assert "list commands and keys" in screen.stderr
+    assert await handle_line(session, '"""exit"""')
+    assert history(session)[0] == ("user", "exit")
+
+
 async def test_save_and_load_with_files(server, connect, screen, tmp_path):
     session = connect(system="Be kind.")
     await handle_line(session, "Hi")

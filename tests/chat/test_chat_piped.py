@@ -60,6 +60,7 @@ def test_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
         (("fake", "Why?"), "", "Why?"),
         (("--prompt", "Why?"), "", "Why?"),
         (("What is it?",), "", "What is it?"),
+        (("review",), "+ a line\n", "review\n\n+ a line"),
     ],
 )
 def test_question_comes_before_piped_text(server, tk, flags, stdin, asked):
@@ -151,8 +152,8 @@ def test_key_comes_from_the_environment(server, tk, monkeypatch):
 def test_errors_are_one_line_on_stderr(server, tk, unused_tcp_port):
     for flags, message in (
         (
-            ("other",),
-            "No model other. (other was read as a model name; a one-word question needs --prompt.)",
+            ("a/b",),
+            "No model a/b. (a/b was read as a model name; --prompt a/b asks a question.)",
         ),
         (("--url", f"127.0.0.1:{unused_tcp_port}"), "No server answers at"),
         (("--schema", "missing.json"), "cannot read missing.json"),
@@ -165,8 +166,8 @@ def test_errors_are_one_line_on_stderr(server, tk, unused_tcp_port):
         assert len(done.stderr.strip().splitlines()) == 1
     for flags, problem in (
         ((), 'Give one: tk chat "Who are you?"'),
-        (("hi",), "'hi' is taken as the model: there is no question. Give one: tk chat hi PROMPT."),
-        (("hi",), "If 'hi' is the question: tk chat --prompt hi\n"),
+        (("a/b",), "'a/b' is taken as the model: there is no question. Give one: tk chat a/b PROM"),
+        (("a/b",), "If 'a/b' is the question: tk chat --prompt a/b\n"),
     ):
         done = tk(*flags, stdin="  \n")
         assert (done.returncode, done.stdout) == (2, "")

@@ -18,7 +18,8 @@ from toolkit.chat.local import LocalServer
 from toolkit.cli.commands.chat import require_chat_template
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
-from toolkit.errors import ConfigError
+from toolkit.config.fields import Word
+from toolkit.errors import ConfigError, ModelNotFoundError
 
 
 @pytest.fixture
@@ -77,18 +78,46 @@ def test_private_server_is_started_if_none_runs(private, screen, monkeypatch, un
     assert private == [None]
 
 
-@pytest.mark.parametrize(("prompt", "is_hint"), [(None, True), ("Why?", False)])
-def test_failed_start_of_a_word_hints_at_the_prompt(
-    screen, monkeypatch, unused_tcp_port, prompt, is_hint
-):
+@pytest.mark.parametrize("is_word", [True, False])
+def test_failed_start_of_a_word_hints_at_the_prompt(screen, monkeypatch, unused_tcp_port, is_word):
     monkeypatch.setattr(run, "DEFAULT_URL", f"http://127.0.0.1:{unused_tcp_port}")
     monkeypatch.setattr(local, "start", lambda *_: subprocess.Popen(["false"]))
+    model = Word("a/b") if is_word else "a/b"
     with (
         pytest.raises(ServerError, match="did not start") as caught,
-        run.find_server(ChatConfig(model="review", prompt=prompt), screen.terminal),
+        run.find_server(ChatConfig(model=model), screen.terminal),
     ):
         pass
-    assert ("one-word question needs --prompt" in caught.value.message) == is_hint
+    assert ("--prompt a/b asks a question" in caught.value.message) == is_word
+
+
+def test_single_word_is_a_question_unless_it_names_a_model(server, screen, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    url = server.url
+    models = ("fake", "folder", "tk-demo", "owner/name", "recorded", "missing.gguf")
+    with recorded("http://127.0.0.1:1", "recorded"):
+        for word in models:
+            config = ChatConfig(model=Word(word), url=None if word == "recorded" else url)
+            assert run.read_word(config, screen.terminal) is config
+        assert screen.stderr == ""
+        for word in ("hi", "what?", "x" * 300):
+            config = ChatConfig(model=Word(word), url=url)
+            read = run.read_word(config, screen.terminal)
+            assert (read.model, read.prompt, type(read.prompt)) == (None, word, str)
+    assert "'hi' is read as a question: no model, folder or file" in screen.stderr
+    flag = ChatConfig(model="hi", url=url)
+    assert run.read_word(flag, screen.terminal) is flag
+
+
+def test_missing_file_is_an_error_before_a_server_starts(private, screen, monkeypatch):
+    monkeypatch.setattr(run, "DEFAULT_URL", "http://127.0.0.1:1")
+    with (
+        pytest.raises(ModelNotFoundError, match=r"There is no file nosuch\.gguf"),
+        run.find_server(ChatConfig(model="nosuch.gguf"), screen.terminal),
+    ):
+        pass
+    assert private == []
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])

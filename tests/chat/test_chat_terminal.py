@@ -118,7 +118,9 @@ def test_question_of_several_lines_is_typed_or_pasted(server, start):
     assert len(server.bodies) == 1  # the line breaks of pasted text do not send it
     chat.type(ENTER)
     chat.wait(lambda: chat.text.count("out 42") == 2)
-    assert questions(server) == ["one\ntwo", "def f():\n\treturn 1\n"]
+    chat.type('"""/exit' + ENTER + 'x"""' + ENTER)
+    chat.wait(lambda: chat.text.count("out 42") == 3)
+    assert questions(server) == ["one\ntwo", "def f():\n\treturn 1\n", "/exit\nx"]
 
 
 def test_keys_typed_during_an_answer_go_to_the_next_question(server, start):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from toolkit.cli import main
 
 TK = f"{sys.executable} -m toolkit"
 
@@ -41,6 +44,21 @@ def test_command_with_closed_streams_succeeds(command, closed, tmp_path):
     done = tk(f"{TK} {command} {closed}", tmp_path)
     assert done.returncode == 0, done.stderr
     assert not re.search("internal error|Traceback", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_first"),
+    [(["serve"], True), (["serve", "--log-format", "json"], False), (["chat"], False)],
+)
+def test_serve_prints_a_line_before_it_reads_its_settings(monkeypatch, arguments, is_first):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "argv", ["tk", *arguments, "--no-such-flag"])
+    with pytest.raises(SystemExit):
+        main()
+    first, *_ = terminal.getvalue().splitlines()
+    assert bool(re.fullmatch(r"tk \S+ is starting \.\.\.", first)) == is_first
 
 
 def test_server_with_closed_streams_shuts_down_cleanly(tmp_path):

@@ -38,6 +38,7 @@ from tests.pooling.folders import MINILM
 from tests.records import server_of
 from tests.server import Server
 from toolkit import LLM
+from toolkit.chat.commands import ALIASES as CHAT_ALIASES
 from toolkit.chat.commands import COMMANDS as CHAT_COMMANDS
 from toolkit.cli.help import settings_of
 from toolkit.cli.root import tree
@@ -439,7 +440,7 @@ def command_of(names: tuple[str, ...]) -> Any:
 def test_routes_exist(path: Path, server: Server):
     """Code that begins with a slash is a route or a chat command."""
     routes = set(httpx.get(f"{server.url}/openapi.json").json()["paths"])
-    known = {*routes, "/docs", "/redoc", "/openapi.json", *CHAT_COMMANDS}
+    known = {*routes, "/docs", "/redoc", "/openapi.json", *CHAT_COMMANDS, *CHAT_ALIASES}
     for span in spans_of(path):
         found = re.fullmatch(r"(?:GET |POST |DELETE )?(/[\w/{}.]+)(?: .*)?", span)
         assert found is None or found[1] in known, span

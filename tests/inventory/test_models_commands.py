@@ -197,6 +197,16 @@ class TestPull:
         assert "accept its terms" in tk("pull", "org/locked").stderr
         assert "no revision 'v9'" in tk("pull", "org/tiny", "--revision", "v9").stderr
 
+    def test_name_without_an_owner_gets_names_that_the_hub_has(self, tk):
+        for down in ({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+            done = tk("pull", "llama3.2", **down)
+            assert done.returncode == 2
+            assert "Names on the hub are OWNER/NAME." in done.stderr
+            assert re.search(
+                r"^  Qwen/Qwen3-0\.6B +1\.11 GiB  (yes|no)$", done.stderr, re.MULTILINE
+            )
+        assert "OWNER/NAME" not in tk("pull", "org/never").stderr
+
     def test_offline_error_names_the_hub_and_an_earlier_download(self, tk, folder):
         down = {"HF_ENDPOINT": "http://127.0.0.1:9"}
         never = tk("pull", "org/never", **down)

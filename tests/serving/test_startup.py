@@ -31,6 +31,7 @@ from toolkit.config import EngineConfig, LoRAConfig, ServerConfig
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.serving import lifecycle
 from toolkit.serving.checks import default_name
+from toolkit.serving.ready_card import network_url
 
 KEY = "k e'y"
 
@@ -56,6 +57,7 @@ def test_the_ready_card_has_model_device_cache_and_url(server: Server) -> None:
     assert re.search(rf"URL +{re.escape(server.url)}", server.stderr)
     assert f"open {server.url} in a browser" in server.stderr
     assert re.search(r"ready in \d+\.\d s", server.stderr)
+    assert "Try:\ntk chat\ncurl " in server.stderr
 
 
 def test_the_phases_of_start_up_are_timed(server: Server) -> None:
@@ -198,6 +200,19 @@ def test_open_endpoints_of_adapters_are_warned_of(caplog, host, settings, says):
     assert bool(caplog.text) == bool(says)
 
 
+@pytest.mark.parametrize(("host", "is_shown"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_the_address_for_other_machines_is_the_machines(host: str, is_shown: bool) -> None:
+    own = {one.address for each in psutil.net_if_addrs().values() for one in each}
+    with bind(host, 0) as listener:
+        url = network_url(listener, ServerConfig())
+        if url is None:  # also without a network
+            assert not is_shown or own <= {"127.0.0.1", "::1"}
+        else:
+            assert is_shown
+            assert urlsplit(url).hostname in own - {"0.0.0.0", "127.0.0.1"}
+            assert urlsplit(url).port == listener.getsockname()[1]
+
+
 def test_an_idle_server_uses_almost_no_cpu(server: Server) -> None:
     until(server.is_idle)
 
@@ -263,6 +278,7 @@ STARTED = "little memory"  # the one whose process is started as users do
 
 EARLY_FAILURES = {
     "unknown model": Failure(["modle", "Did you mean model"], ["modle"]),
+    "unknown file": Failure(["There is no file modl.gguf."], ["modl.gguf"]),
     "unknown folder": Failure(["./modl", "no folder", "Did you mean model"], ["./modl"]),
     "not a model folder": Failure(["config.json"], ["."]),
     "wrong variable": Failure(["TK_PORT", "abc"], ["model"], {"TK_PORT": "abc"}),

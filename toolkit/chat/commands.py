@@ -20,8 +20,10 @@ from toolkit.errors import ConfigError, InvalidRequestError, ToolkitError, did_y
 
 SETTABLE = (*SAMPLING, "schema", "tools", "stream", "reasoning")
 MAX_LISTED = 10  # saved conversations shown by /load
+BLOCK = '"""'  # around text of several lines, which is sent as it is
 KEYS = (
     ("Enter", "send; Alt-Enter, or Esc and Enter: new line"),
+    (f"{BLOCK} … {BLOCK}", "text of several lines; Enter: new line"),
     ("Ctrl-C", "stop the answer and keep the text so far; twice: leave"),
     ("Ctrl-T", "show the reasoning of the last answer"),
     ("Ctrl-R", "search earlier questions"),
@@ -39,15 +41,24 @@ class SlashCommand:
     help: str
 
 
-COMMAND_LINE = re.compile(r"(/[a-z]*)(?:\s+(.*))?", re.DOTALL)
+COMMAND_LINE = re.compile(r"(/[a-z]*|/\?)(?:\s+(.*))?", re.DOTALL)
 """Matches a line that is a command, but no path such as /etc/hosts. `//` escapes the slash."""
+ALIASES = {"/?": "/help", "/bye": "/exit", "/quit": "/exit"}
+LEAVING = ("exit", "quit")  # lines that leave without a slash
+NAME = re.compile(r"(?!\d+$)[\w-]+")  # of a saved conversation; numbers are for the list
 
 
 async def handle_line(session: Session, line: str) -> bool:
     """Run a command, attach images, or ask a question. Return False when the user leaves."""
     if not line.strip():
         return True
+    if line.strip() in LEAVING and session.pending_call is None:
+        return False
     try:
+        if line.strip().startswith(BLOCK):
+            if text := line.strip().removeprefix(BLOCK).removesuffix(BLOCK).strip("\n"):
+                await session.submit(text)
+            return True
         if found := COMMAND_LINE.fullmatch(line.strip()):
             return await run_command(session, found[1], (found[2] or "").strip())
         line = line.strip().replace("//", "/", 1) if line.startswith("//") else line
@@ -64,6 +75,7 @@ async def run_command(session: Session, name: str, argument: str) -> bool:
     """Run a command, given by its name or an unambiguous prefix. Return False for /exit.
 
     Raises ToolkitError if the command is unknown or fails."""
+    name = ALIASES.get(name, name)
     near = [known for known in COMMANDS if known.startswith(name)]
     known = name if name in COMMANDS else near[0] if len(near) == 1 else None
     if known is None:
@@ -194,8 +206,13 @@ async def save(session: Session, argument: str) -> None:
     if not argument:
         session.save()
         session.terminal.note(
-            f"Saved to {session.path}, as after each answer. /save FILE.md writes Markdown."
+            f"Saved to {session.path}, as after each answer. /save NAME names the conversation, "
+            "/save FILE.md writes Markdown."
         )
+        return
+    if NAME.fullmatch(argument):
+        session.rename(argument)
+        session.terminal.note(f"Saved. /load {argument} resumes the conversation.")
         return
     path = Path(argument).expanduser()
     try:
@@ -210,16 +227,22 @@ async def save(session: Session, argument: str) -> None:
 
 async def load(session: Session, argument: str) -> None:
     saved = [found for found in store.newest(MAX_LISTED) if found.path != session.path]
+    named = store.path_of(argument)
     if not argument and not saved:
         session.terminal.note("There are no saved conversations.")
     elif not argument:
         _print_table(
             session,
             [
-                (f"/load {number}", f"{found.age}, {found.model}: {found.conversation.title}")
+                (
+                    f"/load {found.name or number}",
+                    f"{found.age}, {found.model}: {found.conversation.title}",
+                )
                 for number, found in enumerate(saved, 1)
             ],
         )
+    elif NAME.fullmatch(argument) and named.exists():
+        session.resume(store.read(named))
     elif argument.isdecimal() and not 1 <= int(argument) <= len(saved):
         raise InvalidRequestError(f"There is no conversation {argument}: /load lists {len(saved)}.")
     elif argument.isdecimal():
@@ -325,13 +348,15 @@ COMMANDS = {
     "/edit": SlashCommand(edit, "", "change the last question and ask it again"),
     "/undo": SlashCommand(undo, "", "remove the last question and its answer"),
     "/continue": SlashCommand(continue_answer, "", "continue the last answer"),
-    "/save": SlashCommand(save, "[FILE]", "write the conversation, as Markdown or .json"),
-    "/load": SlashCommand(load, "[NUMBER|FILE]", "list saved conversations, or resume one"),
+    "/save": SlashCommand(
+        save, "[NAME|FILE]", "name the conversation, or write it to .md or .json"
+    ),
+    "/load": SlashCommand(load, "[NAME|FILE]", "list saved conversations, or resume one"),
     "/stats": SlashCommand(show_stats, "", "show tokens and speed so far"),
     "/copy": SlashCommand(copy_answer, "[code]", "copy the last answer, or its code"),
     "/clear": SlashCommand(clear, "", "start a new conversation"),
     "/image": SlashCommand(attach_image, "FILE", "attach an image to the next question"),
-    "/exit": SlashCommand(leave, "", "leave"),
+    "/exit": SlashCommand(leave, "", "leave; also /bye, /quit, exit"),
 }
 
 

@@ -25,7 +25,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
-from toolkit.chat.commands import COMMANDS, SETTABLE, handle_line, show
+from toolkit.chat.commands import BLOCK, COMMANDS, SETTABLE, handle_line, show
 from toolkit.chat.screen.terminal import printable
 from toolkit.chat.session import Session
 from toolkit.chat.state import private_file, state_folder
@@ -88,7 +88,11 @@ def make_prompt(
 
     @keys.add("enter", filter=is_typing)
     def send(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
+        buffer = event.current_buffer
+        if is_open_block(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
 
     @keys.add("escape", "enter", filter=is_typing)
     def new_line(event: KeyPressEvent) -> None:
@@ -118,6 +122,12 @@ def make_prompt(
         output=create_output(always_prefer_tty=True) if output is None else output,
     )
     return prompt
+
+
+def is_open_block(text: str) -> bool:
+    """Return True while the end of a block of several lines is missing."""
+    text = text.strip()
+    return text.startswith(BLOCK) and (len(text) < 2 * len(BLOCK) or not text.endswith(BLOCK))
 
 
 def _placeholder(session: Session) -> StyleAndTextTuples:

@@ -6,7 +6,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import httpx
 from rich.text import Text
@@ -19,8 +20,11 @@ from toolkit.chat.session import Session
 from toolkit.client.choice import choose_server, ready_servers
 from toolkit.client.wire import KeyRejectedError, ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
+from toolkit.config.engine import DEMO
+from toolkit.config.fields import Word
 from toolkit.console import as_text, read_piped
 from toolkit.errors import ConfigError
+from toolkit.hub import is_path, local_names, require_path
 
 
 def run(config: ChatConfig, check: Callable[[str], None] = lambda model: None) -> int:
@@ -30,6 +34,7 @@ def run(config: ChatConfig, check: Callable[[str], None] = lambda model: None) -
     for name in ("COLUMNS", "LINES"):  # exported by some shells, but wrong once the window resizes
         os.environ.pop(name, None)
     terminal = Terminal()
+    config = read_word(config, terminal)
     question = _read_question(config)
     if config.json and question is None:
         raise ConfigError(
@@ -88,6 +93,37 @@ async def _converse(session: Session, saved: store.SavedConversation | None) -> 
     return code
 
 
+def read_word(config: ChatConfig, terminal: Terminal) -> ChatConfig:
+    """Return the settings with the only argument as the prompt, unless it names a model.
+
+    A note on stderr says so."""
+    word = config.model
+    if not isinstance(word, Word) or _names_model(word, config):
+        return config
+    terminal.note(
+        f"{word!r} is read as a question: no model, folder or file has this name. 'tk chat -m "
+        f"{shlex.quote(word)}' chats with a model."
+    )
+    return replace(config, model=None, prompt=str(word))
+
+
+def _names_model(word: str, config: ChatConfig) -> bool:
+    """Return True for a path, a model of this machine or of a server, and a name with an owner."""
+    if os.path.exists(os.path.expanduser(word)) or "/" in word or word.endswith(".gguf"):
+        return True
+    if word == DEMO or (not is_path(word) and word in local_names()):
+        return True
+    servers = ready_servers()
+    if config.url is None and any(one.has(word) for one in servers):
+        return True
+    for url in [config.url] if config.url else {*(one.url for one in servers), DEFAULT_URL}:
+        with suppress(ServerError):
+            models = Address(url, config.api_key).list_models()
+            if any(word in (model.name, model.root) for model in models):
+                return True
+    return False
+
+
 def _read_question(config: ChatConfig) -> str | None:
     """Return the prompt and piped text, joined; None if the chat is interactive."""
     piped = read_piped()
@@ -142,6 +178,7 @@ def find_server(
             "MODEL', or give --url, or --model (tk-demo is the small demo model)."
         )
     if config.model is not None:
+        require_path(config.model)
         check(config.model)
     name = config.model or "the demo model"
     with (

@@ -17,7 +17,7 @@ from toolkit.chat.screen.signals import Signals
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.config.clients import ChatConfig
 from toolkit.console import as_text
-from toolkit.errors import ToolkitError
+from toolkit.errors import ConfigError, ToolkitError
 
 
 class Session:
@@ -152,6 +152,16 @@ class Session:
             store.write(self.path, self.conversation, self.model.name)
         except OSError as error:
             self.terminal.error(f"Cannot save the conversation: {error.strerror} ({self.path}).")
+
+    def rename(self, name: str) -> None:
+        """Save the conversation under a name, from now on. Raises ConfigError if it is taken."""
+        path = store.path_of(name)
+        if path.exists() and path != self.path:
+            raise ConfigError(f"There is a conversation {name} already: {path}. Choose another.")
+        before, self.path = self.path, path
+        self.save()
+        if before != path:
+            before.unlink(missing_ok=True)
 
     def start_conversation(self, conversation: Conversation, path: Path | None = None) -> None:
         """Switch to another conversation, saved in `path`. The current one stays on disk."""

@@ -1,6 +1,7 @@
 """Saved conversations: one JSON file each, readable only by its owner."""
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from toolkit.chat.state import data_folder
 from toolkit.errors import ConfigError
 
 VERSION = 1
+UNNAMED = re.compile(r"\d{4}-\d\d-\d\d-\d{6}-[0-9a-f]{4}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,12 @@ class SavedConversation:
     model: str | None
     conversation: Conversation
     seconds_ago: float
+
+    @property
+    def name(self) -> str | None:
+        """The name that the user gave it."""
+        is_own = self.path.parent == data_folder() and not UNNAMED.fullmatch(self.path.stem)
+        return self.path.stem if is_own else None
 
     @property
     def age(self) -> str:
@@ -33,6 +41,11 @@ class SavedConversation:
 def new_path() -> Path:
     """Return the path for a new conversation."""
     return data_folder() / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.urandom(2).hex()}.json"
+
+
+def path_of(name: str) -> Path:
+    """Return the path of the conversation of this name."""
+    return data_folder() / f"{name}.json"
 
 
 def write(path: Path, conversation: Conversation, model: str | None) -> None:

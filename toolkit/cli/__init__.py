@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from io import TextIOWrapper
 
 from toolkit.cli.names import VALUES
@@ -30,6 +31,17 @@ def _replace_unprintable() -> None:
             stream.reconfigure(errors="replace")
 
 
+def _announce_server(arguments: Sequence[str]) -> None:
+    """Print a first line of `tk serve` at a terminal: imports take a second, until it has read
+    its settings."""
+    is_json = os.environ.get("TK_LOG_FORMAT") == "json" or "json" in arguments
+    is_report = not {"-h", "--help", "--help-all", "--dry-run"}.isdisjoint(arguments)
+    if arguments[:1] == ["serve"] and sys.stderr.isatty() and not (is_json or is_report):
+        from toolkit.version import __version__
+
+        print(f"tk {__version__} is starting ...", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Entry point of `tk`. The version and completion values do not need to import Typer."""
     _open_closed_streams()
@@ -44,6 +56,7 @@ def main() -> None:
 
         print(*values(arguments[1], arguments[2:]), sep="\n")
     else:
+        _announce_server(arguments)
         try:
             from toolkit.cli.root import run
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.help import ALL, Command, CommandGroup, known_settings, path_of, show_all
-from toolkit.config.fields import Option, build, options
+from toolkit.config.fields import Option, Word, build, options
 from toolkit.config.sources import SourcedValue, resolve, unknown_variables
 from toolkit.errors import ConfigError
 
@@ -109,8 +109,8 @@ def _texts(row: Option, value: str) -> tuple[str, ...]:
 def _positional(rows: list[Option], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the positional arguments by setting. They fill settings without a flag, in order.
 
-    A single argument with spaces is the prompt, if that has no flag and no such path exists. Raises
-    ConfigError if arguments are left."""
+    A single argument with spaces is the prompt, if that has no flag and no such path exists. One
+    without may be a `Word`. Raises ConfigError if arguments are left."""
     found = [given.get(f"{row.name}_argument") for row in rows]
     arguments = [None if value in ([], ()) else value for value in found]  # repeatable, not given
     values = [value for value in arguments if value is not None]
@@ -130,6 +130,8 @@ def _positional(rows: list[Option], given: Mapping[str, Any]) -> dict[str, Any]:
         text = str(values[0])
         if len(text.split()) > 1 and not os.path.exists(os.path.expanduser(text)):
             names = ["prompt"]
+        elif any(row.may_be_prompt and row.name == names[0] for row in rows):
+            values = [Word(text)]
     return dict(zip(names, values, strict=False))
 
 

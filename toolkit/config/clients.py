@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from toolkit.config.fields import check_all, option
+from toolkit.config.fields import Word, check_all, option
 from toolkit.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -90,14 +90,15 @@ class ChatConfig:
         None,
         "Model to talk to. If no server has it, a private server is started with it.",
         argument=True,
+        may_be_prompt=True,
+        aliases=("-m",),
         metavar="MODEL",
         subject="Server",
         common=True,
     )
     prompt: str | None = option(
         None,
-        "Question to answer once (MODEL may be left out if it has spaces). Piped text is added to "
-        "it.",
+        "Question to answer once (MODEL may be left out). Piped text is added to it.",
         argument=True,
         metavar="PROMPT",
         common=True,
@@ -112,6 +113,7 @@ class ChatConfig:
     system: str | None = option(
         None,
         "System message at the start of the conversation.",
+        aliases=("-s",),
         metavar="TEXT",
         subject="Conversation",
         common=True,
@@ -122,6 +124,7 @@ class ChatConfig:
     temperature: float | None = option(
         None,
         "Sampling temperature; 0 is greedy decoding. Default: the server's.",
+        aliases=("-t",),
         minimum=0.0,
         maximum=2.0,
         common=True,
@@ -183,9 +186,9 @@ class ChatConfig:
     @property
     def word_hint(self) -> str:
         """End of an error message: in `tk chat WORD`, the word is the model's name."""
-        if self.model is None or self.prompt is not None:
+        if not isinstance(self.model, Word):
             return ""
-        return f" ({self.model} was read as a model name; a one-word question needs --prompt.)"
+        return f" ({self.model} was read as a model name; --prompt {self.model} asks a question.)"
 
 
 def server_url(text: str) -> str:

@@ -35,6 +35,7 @@ class ModelConfig:
         None,
         "Model folder, GGUF file or hub name. Default: the small demo model that ships with tk.",
         argument=True,
+        aliases=("-m",),
         metavar="MODEL",
         subject="Model",
         common=True,

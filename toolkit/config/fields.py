@@ -24,6 +24,12 @@ MULTIPLIERS = {
 }  # suffixes of whole numbers, as in vLLM: 8k is 8,000, 8K is 8,192
 
 
+class Word(str):
+    """The only argument of a command line that takes a model and a prompt: it may be either."""
+
+    __slots__ = ()
+
+
 def option(
     default: Any,
     help: str,
@@ -33,13 +39,15 @@ def option(
     metavar: str | None = None,
     aliases: tuple[str, ...] = (),
     argument: bool = False,
+    may_be_prompt: bool = False,
     subject: str | None = None,
     common: bool = False,
 ) -> Any:
     """Declare a dataclass field that is a setting.
 
-    `argument`: also a positional argument on the command line. `subject`: heading of this field
-    and those after it. `common`: part of the short help."""
+    `argument`: also a positional argument on the command line. `may_be_prompt`: a `Word` if it is
+    the only one. `subject`: heading of this field and those after it. `common`: part of the short
+    help."""
     meta = {
         "help": help,
         "minimum": minimum,
@@ -47,6 +55,7 @@ def option(
         "metavar": metavar,
         "aliases": aliases,
         "argument": argument,
+        "may_be_prompt": may_be_prompt,
         "subject": subject,
         "common": common,
     }
@@ -68,6 +77,7 @@ class Option:
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
     argument: bool = False
+    may_be_prompt: bool = False
     subject: str | None = None
     common: bool = False
 

@@ -19,7 +19,9 @@ class RunConfig:
         subject="Answer",
         common=True,
     )
-    system: str | None = option(None, "System message before the prompt.", common=True)
+    system: str | None = option(
+        None, "System message before the prompt.", aliases=("-s",), common=True
+    )
     image: tuple[str, ...] = option(
         (),
         "Picture in front of the prompt, for a model that sees: PNG, JPEG, GIF or WebP. May be "
@@ -35,7 +37,12 @@ class RunConfig:
         common=True,
     )
     temperature: float = option(
-        0.0, "Sampling temperature; 0 is greedy decoding.", minimum=0.0, maximum=2.0, common=True
+        0.0,
+        "Sampling temperature; 0 is greedy decoding.",
+        aliases=("-t",),
+        minimum=0.0,
+        maximum=2.0,
+        common=True,
     )
     top_p: float = option(
         1.0,

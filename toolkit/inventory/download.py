@@ -15,6 +15,7 @@ from toolkit import hub
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError
 from toolkit.gguf.names import split_name
 from toolkit.inventory.console import print_note
+from toolkit.inventory.recommended import advice
 from toolkit.units import size
 
 # Format of the progress bar, for tqdm.
@@ -44,8 +45,10 @@ def pull(name: str, revision: str | None) -> Path:
         earlier = f" An earlier download is in {cached}." if cached is not None else ""
         raise ModelNotFoundError(
             f"{name} was not downloaded: {unreachable.message}. The hub is {_endpoint()} "
-            f"(HF_ENDPOINT). Complete files are kept.{earlier}"
+            f"(HF_ENDPOINT). Complete files are kept.{earlier}{advice(name)}"
         ) from None
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(error.message + advice(name)) from None
 
 
 _REMOVE_PARTIAL = """

@@ -12,6 +12,7 @@ from toolkit.config import EngineConfig, ServerConfig
 from toolkit.config.engine import DEMO
 from toolkit.engine.front.pictures import check_sources
 from toolkit.errors import ConfigError
+from toolkit.hub import require_path
 from toolkit.text.chat_template import load_template
 
 
@@ -21,6 +22,8 @@ def check_server_settings(
     """Return the settings with the keys of --api-key-file, and the model's names in the API.
 
     Raises ToolkitError for files, plug-ins and names that cannot be used."""
+    if engine.model.model is not None:
+        require_path(engine.model.model)
     config = _load_key_file(config)
     tls(config)
     if engine.model.chat_template is not None:

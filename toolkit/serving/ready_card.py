@@ -21,15 +21,16 @@ MOST_NAMES = 8  # of adapters
 def print_ready_card(
     model: LoadedModel, listener: socket.socket, config: ServerConfig, seconds: float
 ) -> None:
-    """Print model, device, KV cache size, URL and a working curl command to stderr.
+    """Print model, device, KV cache size, addresses and commands that work to stderr.
 
     A log in JSON gets them as one line."""
-    url = client_url(listener, config)
+    url, network = client_url(listener, config), network_url(listener, config)
     title = f"tk {__version__} ready in {seconds:.1f} s"
     facts = _facts(model, config)
     curl = _curl(model, url, config)
     if writes_json():
         fields = {"seconds": round(seconds, 3), **facts, "URL": url, "curl": curl}
+        fields |= {} if network is None else {"network": network}
         logger.info("%s at %s", title, url, extra={"fields": fields})
         return
     from rich.panel import Panel
@@ -45,8 +46,11 @@ def print_ready_card(
     table.add_row("URL", Text.assemble((url, "bold"), more))
     if config.web and config.uds is None:
         table.add_row("chat", f"open {url} in a browser")
+    if network is not None:
+        table.add_row("network", Text.assemble((network, "bold"), "  for other machines"))
     SafeConsole(stderr=True).print(Panel(table, title=title, title_align="left", expand=False))
-    print(f"Try:\n{curl}", file=sys.stderr, flush=True)
+    can_chat = model.info.generates and model.facts.has_chat_template and config.uds is None
+    print("Try:", *(["tk chat"] if can_chat else []), curl, sep="\n", file=sys.stderr, flush=True)
 
 
 def _facts(model: LoadedModel, config: ServerConfig) -> dict[str, str]:
@@ -90,6 +94,24 @@ def client_url(listener: socket.socket, config: ServerConfig) -> str:
         host, f"[{host}]" if ":" in host else host
     )
     return f"{scheme}://{shown_host}:{port}"
+
+
+def network_url(listener: socket.socket, config: ServerConfig) -> str | None:
+    """Return the address for clients on other machines, if the server listens on all networks.
+
+    None also for a machine without a network."""
+    if config.uds is not None or listener.getsockname()[0] not in ("0.0.0.0", "::"):
+        return None
+    # Documentation addresses (RFC 5737, 3849): connecting a datagram socket sends nothing.
+    remote = "192.0.2.1" if listener.family == socket.AF_INET else "2001:db8::1"
+    with socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((remote, 9))
+        except OSError:  # no route
+            return None
+        host = probe.getsockname()[0]
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def _curl(model: LoadedModel, url: str, config: ServerConfig) -> str:
