@@ -98,7 +98,7 @@ ARROWS = {
         "worker",
     },
     "api": {"engine", "hardware", "sampling", "text"},
-    "serving": {"api", "engine", "pictures", "sampling", "scheduler", "text", "worker"},
+    "serving": {"api", "engine", "hub", "pictures", "sampling", "scheduler", "text", "worker"},
     "inventory": {
         "demo",
         "executor",
@@ -128,7 +128,7 @@ ARROWS = {
         "worker",
     },
     "bench": {"client", "engine", "sampling"},
-    "chat": {"client"},
+    "chat": {"client", "hub"},
     "top": {"client"},
     "cli": {
         "bench",

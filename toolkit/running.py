@@ -17,10 +17,12 @@ from typing import Literal
 import msgspec
 
 from toolkit.errors import ConfigError, did_you_mean
+from toolkit.logs import error_log
 
 logger = logging.getLogger(__name__)
 
-UNLISTED = "TK_UNLISTED"  # environment variable: 1 for a server without a record, as of tk chat
+UNLISTED = "TK_UNLISTED"  # environment variable: 1 for a server that ends with its chat: no record
+MAX_LOGS = 20  # then the oldest are removed, except those of running servers
 
 State = Literal["starting", "ready", "stopping"]
 
@@ -28,13 +30,14 @@ State = Literal["starting", "ready", "stopping"]
 class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a server. By default it is about this process."""
 
-    model: str  # as the command line had it
+    model: str  # an absolute path, or the name on the hub
     names: tuple[str, ...]  # of the model in the API
     url: str  # for clients on this machine
     host: str | None  # that it listens on
     port: int | None
     uds: str | None  # Unix socket, instead of host and port
     needs_key: bool
+    idle_timeout: float | None = None  # seconds without a request after which it ends
     pid: int = msgspec.field(default_factory=os.getpid)
     process_start: float | None = msgspec.field(default_factory=lambda: process_start(os.getpid()))
     """A later process with the same id has another."""
@@ -57,8 +60,15 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
         return process_start(self.pid) == self.process_start is not None
 
     def has(self, model: str) -> bool:
-        """Return True if the server's model has this name, or was loaded from this path."""
-        return model == self.model or model in self.names
+        """Return True if the server's model has this name, or was loaded from this path.
+
+        A path that exists is no name: another model may have the name."""
+        identity = model_identity(model)
+        return identity == self.model or (identity == model and model in self.names)
+
+    def is_called(self, word: str) -> bool:
+        """Return True for a name or path of the model, and the number of the port or process."""
+        return word in self.names or self.has(word) or word in (str(self.port), str(self.pid))
 
 
 @contextlib.contextmanager
@@ -74,8 +84,7 @@ def listed(server: RunningServer) -> Iterator[Callable[[State], None]]:
         if not is_listed:
             return
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            _require_private(path.parent)
+            make_private(path.parent)
             new = path.with_suffix(".new")
             new.write_bytes(msgspec.json.encode(msgspec.structs.replace(server, state=state)))
             new.replace(path)
@@ -117,27 +126,33 @@ def running_servers() -> list[RunningServer]:
     return sorted(found, key=lambda server: (server.since, server.pid))
 
 
+def model_identity(model: str) -> str:
+    """Return the absolute path of a model's folder or file, and other names unchanged."""
+    path = os.path.expanduser(model)
+    return os.path.abspath(path) if os.path.exists(path) else model
+
+
 def choose(word: str | None, command: str) -> RunningServer:
-    """Return the server whose model has the name `word`, or that listens on this port.
+    """Return the server whose model, port or process has the name or number `word`.
 
     Without a word, the only server. Raises ConfigError if it is none or one of several. `command`:
     for its message."""
     servers = running_servers()
     if not servers:
         raise ConfigError("No server of yours runs on this machine.")
-    found = [one for one in servers if word is None or one.has(word) or word == str(one.port)]
+    found = [one for one in servers if word is None or one.is_called(word)]
     if len(found) == 1:
         return found[0]
     titles = as_list(found or servers)
     if not found:
         names = [name for one in servers for name in one.names]
         raise ConfigError(
-            f"No server has the name or port {word!r}.{did_you_mean(word or '', names)} "
+            f"No server has the name, port or process {word!r}.{did_you_mean(word or '', names)} "
             f"Running: {titles}."
         )
     raise ConfigError(
-        f"{len(found)} servers run: {titles}. Choose one by name or port: tk {command} "
-        f"{found[0].port or found[0].names[0]}"
+        f"{len(found)} servers run: {titles}. Choose one by name, port or process: tk {command} "
+        f"{found[0].port or found[0].pid}"
     )
 
 
@@ -154,6 +169,31 @@ def runtime_folder() -> Path:
         if os.stat(base).st_uid == user and os.access(base, os.W_OK):  # not that of `su`'s caller
             return Path(base) / "tk"
     return Path(tempfile.gettempdir()) / f"tk-run-{user}"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder if it does not exist. Raises OSError if other users could write to it."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _require_private(folder)
+
+
+def new_log() -> Path:
+    """Make a log file for a server in the background, and remove old ones. Raises ConfigError."""
+    folder = error_log().parent / "servers"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file, path = tempfile.mkstemp(".log", time.strftime("%Y-%m-%d-%H%M%S-"), folder)
+        os.close(file)
+        in_use = {server.log for server in running_servers()}
+        for old in sorted(folder.glob("*.log"))[:-MAX_LOGS]:
+            if str(old) not in in_use:
+                old.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"A server in the background needs a log file, and {folder} takes none: "
+            f"{error.strerror}."
+        ) from None
+    return Path(path)
 
 
 def process_start(pid: int) -> float | None:

@@ -24,8 +24,11 @@ from toolkit.errors import ConfigError, ModelNotFoundError
 
 @pytest.fixture
 def private(server, monkeypatch):
-    """Models of the private servers started; the fake server stands in for each."""
+    """Models of the private servers started; the fake server stands in for each.
+
+    `test_chat_kept` has those that outlive their chat."""
     started = []
+    monkeypatch.setattr(run, "can_keep_servers", lambda: False)
 
     @contextmanager
     def start(model, *, tick, hint):
@@ -80,6 +83,7 @@ def test_private_server_is_started_if_none_runs(private, screen, monkeypatch, un
 
 @pytest.mark.parametrize("is_word", [True, False])
 def test_failed_start_of_a_word_hints_at_the_prompt(screen, monkeypatch, unused_tcp_port, is_word):
+    monkeypatch.setattr(run, "can_keep_servers", lambda: False)
     monkeypatch.setattr(run, "DEFAULT_URL", f"http://127.0.0.1:{unused_tcp_port}")
     monkeypatch.setattr(local, "start", lambda *_: subprocess.Popen(["false"]))
     model = Word("a/b") if is_word else "a/b"

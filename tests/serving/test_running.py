@@ -18,6 +18,7 @@ from tests.records import recorded
 from tests.server import Process, Server, free_port, gone, put_under_load, until
 from toolkit.errors import ConfigError
 from toolkit.running import (
+    MAX_LOGS,
     UNLISTED,
     RunningServer,
     choose,
@@ -103,7 +104,7 @@ def test_a_server_is_chosen_by_name_or_port():
     with recorded(FIRST, "a", "alias"):
         for word in (None, "a", "alias", "8001"):
             assert choose(word, "stop").url == FIRST
-        with pytest.raises(ConfigError, match=r"name or port 'b'\. Running: a at http"):
+        with pytest.raises(ConfigError, match=r"name, port or process 'b'\. Running: a at http"):
             choose("b", "stop")
         with recorded(SECOND, "a"):
             assert choose("9000", "stop").url == SECOND
@@ -111,8 +112,8 @@ def test_a_server_is_chosen_by_name_or_port():
                 with pytest.raises(ConfigError) as caught:
                     choose(word, "stop")
                 assert caught.value.message == (
-                    f"2 servers run: a at {FIRST}, a at {SECOND}. Choose one by name or port: "
-                    "tk stop 8001"
+                    f"2 servers run: a at {FIRST}, a at {SECOND}. Choose one by name, port or "
+                    "process: tk stop 8001"
                 )
 
 
@@ -128,9 +129,9 @@ def test_ps_prints_a_table_or_json(tk_here: Callable):
         SECOND, "b", needs_key=True
     ) as second:  # fmt: skip
         header, *rows = [line.split() for line in tk_here("ps").stdout.splitlines()]
-        assert header == ["MODEL", "ADDRESS", "STATE", "UP", "PROCESS", "KEY"]
+        assert header == ["MODEL", "ADDRESS", "STATE", "UP", "PROCESS", "KEY", "ENDS"]
         assert rows[0][:6] == ["a,", "alias", FIRST, "ready", "2", "h"]
-        assert rows[1] == ["b", SECOND, "ready", "0", "s", str(second.pid), "needed"]
+        assert rows[1] == ["b", SECOND, "ready", "0", "s", str(second.pid), "needed", "never"]
         found = json.loads(tk_here("ps", "--json").stdout)
         assert [one["names"] for one in found] == [["a", "alias"], ["b"]]
         assert found[1]["needs_key"] is True
@@ -220,7 +221,7 @@ def test_a_detached_server_is_ready_and_has_a_log(
     """Old logs are removed."""
     logs = tmp_path / "state" / "tk" / "servers"
     logs.mkdir(parents=True)
-    for number in range(detach.MAX_LOGS + 5):
+    for number in range(MAX_LOGS + 5):
         (logs / f"2020-01-01-{number:06}-a.log").touch()
     monkeypatch.setattr(
         detach, "subprocess", stand_in(functools.partial(ForkedProcess, fork_server))
@@ -240,7 +241,7 @@ def test_a_detached_server_is_ready_and_has_a_log(
     assert "ready in" in log
     assert done.stderr.startswith(log.partition("Try:")[0])
     left = sorted(map(str, logs.iterdir()))
-    assert (len(left), left[-1]) == (detach.MAX_LOGS - 1, server.log)  # less that of the failure
+    assert (len(left), left[-1]) == (MAX_LOGS - 1, server.log)  # less that of the failure
     assert tk("stop", port).stdout.startswith("Stopped ")
     os.waitpid(server.pid, 0)
 

@@ -139,7 +139,7 @@ async def show(session: Session, argument: str) -> None:
         _print_table(
             session,
             [
-                ("server", session.client.address.url),
+                ("server", session.client.address.title),
                 ("model", session.model.name),
                 ("context", _format_context(context) or "unknown"),
                 ("system", conversation.system or "none"),

@@ -1,4 +1,4 @@
-"""A private server: a child process on a free port of 127.0.0.1, with its own key."""
+"""A private server that ends with its chat: a child process on a free port of 127.0.0.1."""
 
 import contextlib
 import ctypes
@@ -59,7 +59,8 @@ def local_server(
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until_ready(url, process, log, tick, hint)
+        with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as http:
+            wait_until_ready(http, process, log, tick, hint)
         yield LocalServer(url, key)
     finally:
         has_died = process.poll() is not None
@@ -68,11 +69,19 @@ def local_server(
             log.unlink(missing_ok=True)
 
 
-def start(command: Sequence[str], log: Path, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a child that Ctrl-C does not reach and that, on Linux, ends with this process.
+def start(
+    command: Sequence[str],
+    log: Path,
+    extra: Mapping[str, str],
+    *,
+    without: Sequence[str] = (),
+    ends_with_parent: bool = True,
+) -> subprocess.Popen[bytes]:
+    """Start a child that Ctrl-C does not reach.
 
-    `extra`: environment variables to add."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    `extra`, `without`: environment variables to add and to leave out. `ends_with_parent`: on Linux,
+    it ends with this process."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" and ends_with_parent else None
 
     def die_with_parent() -> None:
         assert libc is not None
@@ -84,29 +93,35 @@ def start(command: Sequence[str], log: Path, extra: Mapping[str, str]) -> subpro
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **extra},
+            env={
+                **{key: value for key, value in os.environ.items() if key not in without},
+                **extra,
+            },
             start_new_session=True,
             preexec_fn=die_with_parent if libc is not None else None,
         )
 
 
 def wait_until_ready(
-    url: str, process: subprocess.Popen[bytes], log: Path, tick: Callable[[float], None], hint: str
+    http: httpx.Client,
+    process: subprocess.Popen[bytes],
+    log: Path,
+    tick: Callable[[float], None],
+    hint: str,
 ) -> None:
     """Wait until /health returns 200. Raises ServerError if the child exits first."""
     started = time.monotonic()
-    with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as http:
-        while True:
-            tick(time.monotonic() - started)
-            if (code := process.poll()) is not None:
-                raise ServerError(
-                    f"The server did not start (exit code {code}).{hint} The end of its log, {log}:"
-                    f"\n\n{last_lines(log)}"
-                )
-            with contextlib.suppress(httpx.HTTPError):
-                if http.get("/health").status_code == 200:
-                    return
-            time.sleep(POLL)
+    while True:
+        tick(time.monotonic() - started)
+        if (code := process.poll()) is not None:
+            raise ServerError(
+                f"The server did not start (exit code {code}).{hint} The end of its log, {log}:"
+                f"\n\n{last_lines(log)}"
+            )
+        with contextlib.suppress(httpx.HTTPError):
+            if http.get("/health").status_code == 200:
+                return
+        time.sleep(POLL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -14,17 +14,21 @@ from rich.text import Text
 
 from toolkit.chat import store
 from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
+from toolkit.chat.kept import can_keep_servers, kept_server, kept_servers
 from toolkit.chat.local import exit_on_signals, local_server
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
 from toolkit.client.choice import choose_server, ready_servers
+from toolkit.client.trust import Trust, unreachable, why_untrusted
 from toolkit.client.wire import KeyRejectedError, ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
 from toolkit.config.engine import DEMO
 from toolkit.config.fields import Word
 from toolkit.console import as_text, read_piped
 from toolkit.errors import ConfigError
-from toolkit.hub import is_path, local_names, require_path
+from toolkit.running import RunningServer
+
+MAX_PAUSE = 30.0  # seconds between two requests that keep a private server
 
 
 def run(config: ChatConfig, check: Callable[[str], None] = lambda model: None) -> int:
@@ -84,13 +88,25 @@ async def _chat(
 async def _converse(session: Session, saved: store.SavedConversation | None) -> int:
     from toolkit.chat.repl import converse
 
-    session.terminal.note(f"{session.model.name} at {session.client.address.url}")
+    using = asyncio.create_task(_stay_in_use(session.client))
+    session.terminal.note(f"{session.model.name} at {session.client.address.title}")
     if saved is not None:
         session.resume(saved)
     code = await converse(session)
+    using.cancel()
     if session.conversation.messages:
         session.terminal.hint("'tk chat --continue' resumes this conversation.")
     return code
+
+
+async def _stay_in_use(client: ChatClient) -> None:
+    """Send requests, so that a private server does not end between two questions."""
+    if client.address.idle_timeout is None:
+        return
+    while True:
+        await asyncio.sleep(min(MAX_PAUSE, client.address.idle_timeout / 3))
+        with suppress(httpx.HTTPError):
+            await client.http.get("/v1/models")
 
 
 def read_word(config: ChatConfig, terminal: Terminal) -> ChatConfig:
@@ -111,14 +127,16 @@ def _names_model(word: str, config: ChatConfig) -> bool:
     """Return True for a path, a model of this machine or of a server, and a name with an owner."""
     if os.path.exists(os.path.expanduser(word)) or "/" in word or word.endswith(".gguf"):
         return True
+    from toolkit.hub import is_path, local_names
+
     if word == DEMO or (not is_path(word) and word in local_names()):
         return True
     servers = ready_servers()
-    if config.url is None and any(one.has(word) for one in servers):
+    if config.url is None and any(one.has(word) for one in [*servers, *kept_servers()]):
         return True
     for url in [config.url] if config.url else {*(one.url for one in servers), DEFAULT_URL}:
         with suppress(ServerError):
-            models = Address(url, config.api_key).list_models()
+            models = _address(url, config).list_models()
             if any(word in (model.name, model.root) for model in models):
                 return True
     return False
@@ -166,10 +184,11 @@ def find_server(
     Raises ServerError if it cannot be reached or started, or if only the demo model could answer a
     single question: a script would take its answer for that of a real model."""
     if config.url is not None:
-        address = Address(config.url, config.api_key)
+        address = _address(config.url, config)
         yield address, require_chat(address, choose_model(address, config.model))
         return
-    if (found := find_running_server(config, terminal)) is not None:
+    found = find_running_server(config, terminal) or find_kept_server(config)
+    if found is not None:
         yield found[0], require_chat(*found)
         return
     if is_question and config.model is None:
@@ -178,8 +197,14 @@ def find_server(
             "MODEL', or give --url, or --model (tk-demo is the small demo model)."
         )
     if config.model is not None:
+        from toolkit.hub import require_path
+
         require_path(config.model)
         check(config.model)
+        if config.keep_alive_seconds and can_keep_servers():
+            found = start_kept_server(config.model, config, terminal)
+            yield found[0], require_chat(*found)
+            return
     name = config.model or "the demo model"
     with (
         show_progress(terminal, f"Starting {name}") as tick,
@@ -191,6 +216,52 @@ def find_server(
         )
         address = Address(server.url, server.api_key)
         yield address, require_chat(address, address.list_models()[0])
+
+
+def find_kept_server(config: ChatConfig) -> tuple[Address, ModelInfo] | None:
+    """Return a private server that another chat has started, if it is ready and has the model.
+
+    Without a model, the last one, but none of the demo model: it has to be named."""
+    for server in reversed(kept_servers()):
+        is_wanted = server.model != DEMO if config.model is None else server.has(config.model)
+        if is_wanted and (found := _reach(server, config)) is not None:
+            return found
+    return None
+
+
+def start_kept_server(
+    model: str, config: ChatConfig, terminal: Terminal
+) -> tuple[Address, ModelInfo]:
+    """Start a private server, or wait for one that another chat starts."""
+    while True:
+        with show_progress(terminal, f"Starting {model}") as tick:
+            server = kept_server(model, config.keep_alive_seconds, tick=tick, hint=config.word_hint)
+            tick(-1.0)
+        if (found := _reach(server, config)) is not None:
+            terminal.hint(
+                f"This private server ends {config.keep_alive} after the last question; 'tk stop' "
+                "ends it before, --keep-alive sets another time."
+            )
+            return found
+
+
+def _reach(server: RunningServer, config: ChatConfig) -> tuple[Address, ModelInfo] | None:
+    """Return a private server's address and model; None if it has ended meanwhile.
+
+    The request counts as use, so it does not end before the question."""
+    address = Address(server.url, config.api_key, uds=server.uds, idle_timeout=server.idle_timeout)
+    try:
+        model = address.list_models()[0]
+    except KeyRejectedError:
+        raise
+    except ServerError:
+        return None
+    is_ready = any(one.pid == server.pid and one.state == "ready" for one in kept_servers())
+    return (address, model) if is_ready else None
+
+
+def _address(url: str, config: ChatConfig) -> Address:
+    return Address(url, config.api_key, Trust(config.cacert, config.insecure))
 
 
 def choose_model(address: Address, name: str | None) -> ModelInfo:
@@ -211,7 +282,7 @@ def require_chat(address: Address, model: ModelInfo) -> ModelInfo:
             "has no chat template, so it cannot take messages: it continues text (/v1/completions)"
             ". 'tk serve --chat-template FILE' gives it a template"
         )
-    raise ServerError(f"{model.name} at {address.url} {problem}.")
+    raise ServerError(f"{model.name} at {address.title} {problem}.")
 
 
 def find_running_server(config: ChatConfig, terminal: Terminal) -> tuple[Address, ModelInfo] | None:
@@ -241,14 +312,17 @@ def find_model_at(
 ) -> tuple[Address, ModelInfo] | None:
     """Return the server at this address if it is healthy and has the model.
 
-    Raises KeyRejectedError if it refuses the key, or needs one and no model is given."""
-    address = Address(url, config.api_key)
+    Raises KeyRejectedError if it refuses the key, or needs one and no model is given, and
+    UntrustedError for its certificate."""
+    address = _address(url, config)
     try:
-        with httpx.Client(**address.client_options()) as http:
+        with address.client() as http:
             if http.get("/health", timeout=1.0).status_code != 200:
                 return None
         models = address.list_models()
-    except httpx.HTTPError:
+    except httpx.HTTPError as error:
+        if why_untrusted(error) is not None:
+            raise unreachable(url, error) from None
         return None
     except KeyRejectedError:
         if config.api_key or config.model is None:

@@ -1,5 +1,6 @@
 """Settings of the clients: `tk top` and `tk chat`."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -8,6 +9,11 @@ from toolkit.config.fields import Word, check_all, option
 from toolkit.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+CACERT = (
+    "Certificates (PEM) of authorities, or of the server, to trust over TLS. Default: the "
+    "system's, or those of SSL_CERT_FILE."
+)
+INSECURE = "Accept any certificate over TLS. Others may then read and change what is sent."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,8 @@ class TopConfig:
         metavar="KEY",
         common=True,
     )
+    cacert: str | None = option(None, CACERT, metavar="FILE")
+    insecure: bool = option(False, INSECURE)
     demo: bool = option(
         False, "Show made-up servers. Nothing is sent over the network.", common=True
     )
@@ -110,6 +118,15 @@ class ChatConfig:
         common=True,
     )
     api_key: str | None = option(None, "API key of the server. TK_API_KEY keeps it out of ps.")
+    cacert: str | None = option(None, CACERT, metavar="FILE")
+    insecure: bool = option(False, INSECURE)
+    keep_alive: str = option(
+        "5m",
+        "Time that a private server stays after the last request: 30s, 5m, 1h; 0: it ends with the "
+        "chat. It counts for the server that this chat starts.",
+        metavar="TIME",
+        common=True,
+    )
     system: str | None = option(
         None,
         "System message at the start of the conversation.",
@@ -180,8 +197,21 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
+        _ = self.keep_alive_seconds  # raises
         if self.url is not None:
             object.__setattr__(self, "url", server_url(self.url))
+
+    @property
+    def keep_alive_seconds(self) -> float:
+        """Raises ConfigError for text that is no time."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", self.keep_alive.strip())
+        if found is None:
+            raise ConfigError(
+                "--keep-alive must be a time such as 30s, 5m or 1h, or 0; got "
+                f"{self.keep_alive!r}.",
+                param="keep_alive",
+            )
+        return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
     @property
     def word_hint(self) -> str:

@@ -125,6 +125,13 @@ class ServerConfig:
     shutdown_timeout: float = option(
         120.0, "Seconds for running requests to finish after SIGTERM or Ctrl-C.", minimum=0.0
     )
+    idle_timeout: float | None = option(
+        None,
+        "Seconds without a request after which the server ends. Running requests, and those after "
+        "them, come first; probes and /metrics do not count. Needs --api-workers 1. Default: "
+        "never.",
+        minimum=0.1,
+    )
     api_workers: int = option(
         1,
         "Processes that serve HTTP. Use more than one if a single CPU core cannot tokenize and "
@@ -228,6 +235,11 @@ class ServerConfig:
             raise ConfigError(
                 f"--default-chat-template-kwargs cannot set {', '.join(reserved)}.",
                 param="default_chat_template_kwargs",
+            )
+        if self.idle_timeout is not None and self.api_workers > 1:
+            raise ConfigError(
+                f"--idle-timeout needs --api-workers 1, and there are {self.api_workers}.",
+                param="idle_timeout",
             )
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://[^\s/?#]+(/\S*)?", endpoint):

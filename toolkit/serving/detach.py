@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from toolkit.config import ServerConfig
-from toolkit.errors import ConfigError
-from toolkit.logs import error_log
-from toolkit.running import running_servers
+from toolkit.running import new_log, running_servers
 
 POLL = 0.05  # seconds
-MAX_LOGS = 20  # then the oldest are removed, except those of running servers
 
 
 def detach(config: ServerConfig) -> int:
@@ -26,7 +23,7 @@ def detach(config: ServerConfig) -> int:
 
     Until then its log is copied to stderr. Returns the exit code: that of a server that does not
     start. Ctrl-C ends it."""
-    path = _new_log()
+    path = new_log()
     with (
         path.open("rb") as log,
         tempfile.TemporaryDirectory(prefix="tk-") as folder,
@@ -56,25 +53,6 @@ def detach(config: ServerConfig) -> int:
         end = f"'tk stop {word}' ends it, 'tk logs {word}' prints its log, {path}"
     print(f"The server keeps running (process {process.pid}). {end}", file=sys.stderr)
     return 0
-
-
-def _new_log() -> Path:
-    """Make a log file in `~/.local/state/tk/servers`, and remove old ones. Raises ConfigError."""
-    folder = error_log().parent / "servers"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file, path = tempfile.mkstemp(".log", time.strftime("%Y-%m-%d-%H%M%S-"), folder)
-        os.close(file)
-        in_use = {server.log for server in running_servers()}
-        for old in sorted(folder.glob("*.log"))[:-MAX_LOGS]:
-            if str(old) not in in_use:
-                old.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--detach needs a log file, and {folder} takes none: {error.strerror}.",
-            param="detach",
-        ) from None
-    return Path(path)
 
 
 def _start(config: ServerConfig, log: Path, address: str) -> subprocess.Popen[bytes]:

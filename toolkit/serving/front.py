@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -84,6 +85,11 @@ class FrontEnd(Protocol):
         """Requests for model work that are not completely answered."""
         ...
 
+    @property
+    def idle_seconds(self) -> float:
+        """Time since the last request, 0 while one runs. Only of a front end in one process."""
+        ...
+
     async def start(self, listener: socket.socket, report: Report) -> list[LoadedModel]:
         """Load the models and serve on a bound socket.
 
@@ -134,6 +140,13 @@ class SingleProcess:
     def num_active(self) -> int:
         """Requests for model work that are not completely answered."""
         return self._http.gate.num_active if self._http is not None else 0
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time since the last request, 0 while one runs."""
+        if self._http is None or self.num_active:
+            return 0.0
+        return time.monotonic() - self._http.gate.last_used
 
     async def start(self, listener: socket.socket, report: Report) -> list[LoadedModel]:
         """Load the models, one after the other, and serve."""

@@ -19,7 +19,7 @@ from toolkit.api.http.connections.listener import listen, raise_file_limit
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.config.engine import DEMO
 from toolkit.logs import LogStyle, flush_stderr, writes_json
-from toolkit.running import RunningServer, State, listed
+from toolkit.running import RunningServer, State, listed, model_identity
 from toolkit.serving.checks import check_server_settings
 from toolkit.serving.front import FrontEnd, ModelSetup, SingleProcess
 from toolkit.serving.ready_card import client_url, print_ready_card
@@ -27,6 +27,8 @@ from toolkit.serving.stats_log import log_stats, set_info_metrics
 from toolkit.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
+
+MAX_SLEEP = 86_400.0  # seconds; an event loop cannot wait forever
 
 
 async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -> int:
@@ -60,7 +62,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
             set_state("ready")
             flush_stderr()  # `tk serve --detach` shows the log up to here
             _notify_systemd("READY=1")
-            await _serve_until_stopped(front, config.shutdown_timeout, signals, set_state)
+            await serve_until_stopped(front, config, signals, set_state)
             logging_stats.cancel()
             return 0
         finally:
@@ -101,23 +103,33 @@ def _record(
     """Return the server's record for the clients on this machine."""
     host, port = (None, None) if config.uds is not None else listener.getsockname()[:2]
     return RunningServer(
-        model=engine.model.model or DEMO,
+        model=model_identity(engine.model.model or DEMO),
         names=tuple(names),
         url=client_url(listener, config),
         host=host,
         port=port,
         uds=None if config.uds is None else os.path.abspath(config.uds),
         needs_key=bool(config.api_key),
+        idle_timeout=config.idle_timeout,
     )
 
 
-async def _serve_until_stopped(
-    front: FrontEnd, timeout: float, signals: _Signals, set_state: Callable[[State], None]
+async def serve_until_stopped(
+    front: FrontEnd, config: ServerConfig, signals: _Signals, set_state: Callable[[State], None]
 ) -> None:
-    """Serve until a signal or a failure, then shut down in order. Raises the failure."""
+    """Serve until a signal, a failure or --idle-timeout, then shut down in order.
+
+    Raises the failure."""
     failing = asyncio.create_task(front.failed.wait())
     stopping = asyncio.create_task(signals.received.wait())
-    await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    idle_timeout, timeout = config.idle_timeout or math.inf, config.shutdown_timeout
+    while not (failing.done() or stopping.done()):
+        if front.idle_seconds >= idle_timeout:
+            logger.info("no request for %g s: the server ends (--idle-timeout)", idle_timeout)
+            timeout = math.inf  # a request that slips in is not cut, however long it takes
+            break
+        left = min(idle_timeout - front.idle_seconds, MAX_SLEEP)
+        await asyncio.wait({failing, stopping}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
     if not failing.done():
         set_state("stopping")
         _notify_systemd("STOPPING=1")
@@ -125,7 +137,9 @@ async def _serve_until_stopped(
         hurrying = asyncio.create_task(signals.received_again.wait())
         countdown = asyncio.create_task(_log_countdown(front, timeout))
         await asyncio.wait(
-            {failing, draining, hurrying}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            {failing, draining, hurrying},
+            timeout=None if math.isinf(timeout) else timeout,
+            return_when=asyncio.FIRST_COMPLETED,
         )
         countdown.cancel()
     await front.shut_down(
@@ -137,6 +151,8 @@ async def _serve_until_stopped(
 
 async def _log_countdown(front: FrontEnd, timeout: float) -> None:
     """Log open requests and seconds left: every second on a terminal, else every ten."""
+    if math.isinf(timeout):
+        return
     deadline = time.monotonic() + timeout
     interval = 1.0 if sys.stderr.isatty() else 10.0
     while True:

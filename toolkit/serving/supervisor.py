@@ -132,6 +132,11 @@ class Supervisor:
         """Sequences in the cores, as of their last steps."""
         return self.stats.num_running + self.stats.num_waiting
 
+    @property
+    def idle_seconds(self) -> float:
+        """0: only API workers know their last requests, so --idle-timeout is refused."""
+        return 0.0
+
     async def start(self, listener: socket.socket, report: Report) -> list[LoadedModel]:
         """Start the workers and, while they import, the cores of one model after the other.
 

@@ -1,12 +1,13 @@
 """Client of an OpenAI-compatible server that streams chat answers."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from toolkit.chat.answers.delta import ChatDelta, parse_delta
+from toolkit.client.trust import Trust, unreachable
 from toolkit.client.wire import (
     DONE,
     EventBuffer,
@@ -33,28 +34,48 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's URL and API key."""
+    """A server's URL or socket, API key, and whom to trust."""
 
     url: str
     api_key: str | None = None
+    trust: Trust = field(default_factory=Trust)
+    uds: str | None = None  # Unix socket, instead of the URL's host and port
+    idle_timeout: float | None = None  # seconds without a request after which it ends
 
-    def client_options(self) -> dict[str, Any]:
-        """Return the arguments of an httpx client."""
+    def client(self) -> httpx.Client:
+        options, transport = self._options(), None
+        if self.uds is not None:
+            transport = httpx.HTTPTransport(uds=self.uds, verify=options["verify"])
+        return httpx.Client(transport=transport, **options)
+
+    def async_client(self) -> httpx.AsyncClient:
+        options, transport = self._options(), None
+        if self.uds is not None:
+            transport = httpx.AsyncHTTPTransport(uds=self.uds, verify=options["verify"])
+        return httpx.AsyncClient(transport=transport, **options)
+
+    def _options(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key is not None else {}
         return {
             "base_url": self.url,
             "headers": headers,
             "timeout": TIMEOUT,
             "trust_env": goes_through_proxy(self.url),
+            "verify": self.trust.context(self.url),
         }
+
+    @property
+    def title(self) -> str:
+        """Address for messages."""
+        return self.url if self.uds is None else "a private server"
 
     def list_models(self) -> list[ModelInfo]:
         """Return the server's models, in its order. Raises ServerError, also if there are none."""
         try:
-            with httpx.Client(**self.client_options()) as http:
+            with self.client() as http:
                 response = http.get("/v1/models", timeout=10.0)
         except httpx.HTTPError as error:
-            raise self.unreachable(error) from None
+            raise unreachable(self.title, error) from None
         if response.status_code != 200:
             raise self.refused(response.status_code, response.content)
         try:
@@ -63,22 +84,19 @@ class Address:
             models = []
         if not models:
             raise ServerError(
-                f"{self.url} lists no models, so it is not an OpenAI-compatible server."
+                f"{self.title} lists no models, so it is not an OpenAI-compatible server."
             )
         return models
-
-    def unreachable(self, error: Exception) -> ServerError:
-        return ServerError(f"No server answers at {self.url} ({error}). 'tk serve' starts one.")
 
     def refused(self, status: int, body: bytes) -> ServerError:
         reason = error_message(body)
         if status in (401, 403):
             what = "rejected the API key" if self.api_key else "needs an API key"
             return KeyRejectedError(
-                f"The server at {self.url} {what} (--api-key or TK_API_KEY): {reason}"
+                f"The server at {self.title} {what} (--api-key or TK_API_KEY): {reason}"
             )
         return ServerError(
-            f"The server at {self.url} refused the request (HTTP {status}): {reason}",
+            f"The server at {self.title} refused the request (HTTP {status}): {reason}",
             code=error_code(body),
         )
 
@@ -88,7 +106,7 @@ class ChatClient:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self.http = httpx.AsyncClient(**address.client_options())
+        self.http = address.async_client()
 
     async def close(self) -> None:
         await self.http.aclose()
@@ -107,10 +125,10 @@ class ChatClient:
                 else:
                     yield parse_delta(await response.aread())
         except httpx.ConnectError as error:
-            raise self.address.unreachable(error) from None
+            raise unreachable(self.address.title, error) from None
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise ServerError(f"Lost the connection to {self.address.url} ({reason}).") from None
+            raise ServerError(f"Lost the connection to {self.address.title} ({reason}).") from None
 
     async def _stream(self, response: httpx.Response) -> AsyncGenerator[ChatDelta]:
         events = EventBuffer()

@@ -20,7 +20,7 @@ def logs(
         str | None,
         typer.Argument(
             metavar="SERVER",
-            help="Name of the server's model, or its port. Not needed if only one runs.",
+            help="Name of the server's model, its port or process. Not needed if only one runs.",
         ),
     ] = None,
     follow: Annotated[

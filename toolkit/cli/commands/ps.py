@@ -18,8 +18,9 @@ def ps(
 ) -> None:
     """List your running servers.
 
-    Those that tk serve started on this machine. STATE: starting while the model loads, ready, or
-    stopping while requests finish."""
+    Those that tk serve and tk chat started on this machine. STATE: starting while the model loads,
+    ready, or stopping while requests finish. ENDS: the time without a request after which a server
+    ends by itself."""
     import msgspec
 
     servers = running_servers()
@@ -35,7 +36,7 @@ def _print_table(servers: Sequence[RunningServer]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("MODEL", "ADDRESS", "STATE", "UP", "PROCESS", "KEY"):
+    for title in ("MODEL", "ADDRESS", "STATE", "UP", "PROCESS", "KEY", "ENDS"):
         right = title in ("UP", "PROCESS")
         table.add_column(title, justify="right" if right else "left", no_wrap=True)
     for one in servers:
@@ -46,6 +47,7 @@ def _print_table(servers: Sequence[RunningServer]) -> None:
             _duration(time.time() - one.since),
             str(one.pid),
             "needed" if one.needs_key else "none",
+            "never" if one.idle_timeout is None else f"idle {_duration(one.idle_timeout)}",
         )
     print_rich(table)
 

@@ -26,7 +26,7 @@ def stop(
         str | None,
         typer.Argument(
             metavar="SERVER",
-            help="Name of the server's model, or its port. Not needed if only one runs.",
+            help="Name of the server's model, its port or process. Not needed if only one runs.",
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Stop all your servers.")] = False,

@@ -43,6 +43,7 @@ class Gate:
         self._logs_requests = not config.disable_log_requests
         self._headers = SECURITY_HEADERS + (STRICT_TRANSPORT if config.ssl_certfile else [])
         self.num_active = 0  # requests for model work whose response is not complete
+        self.last_used = time.monotonic()  # end of the last request, without open endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,6 +87,8 @@ class Gate:
                 await error_response(error, scope)(scope, receive, reply)
         finally:
             self.num_active -= is_work
+            if state["access"] is not Access.OPEN:
+                self.last_used = time.monotonic()
             del scope[SERVER_SEND]  # refers to the server's request, which refers to the scope
             seconds = time.monotonic() - record.started
             self._metrics.observe(scope.get("route"), method, status, seconds)
