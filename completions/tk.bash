@@ -75,37 +75,37 @@ _tk_table() {
             esac
             ;;
         "tk bench")
-            flags="--url --base-url --model --endpoint --api-key --header --ready-check-timeout-sec --request-rate --rps --burstiness --burst-size --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --num-prompts --duration --max-concurrency --clients --find-max-rps --no-find-max-rps --dataset-name --dataset-path --random-input-len --random-output-len --random-range-ratio --random-vocab-size --prefix-len --num-prefixes --output-len --ignore-eos --no-ignore-eos --seed --num-warmups --goodput --goodput-ratio --percentile-metrics --metric-percentiles --json --no-json --save-result --no-save-result --result-dir --result-filename --metadata --config --help-all -h --help"
+            flags="--url --base-url --model --endpoint --api-key --cacert --insecure --no-insecure --header --ready-check-timeout-sec --request-rate --rps --burstiness --burst-size --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --num-prompts --duration --max-concurrency --clients --find-max-rps --no-find-max-rps --dataset-name --dataset-path --random-input-len --random-output-len --random-range-ratio --random-vocab-size --prefix-len --num-prefixes --output-len --ignore-eos --no-ignore-eos --seed --num-warmups --goodput --goodput-ratio --percentile-metrics --metric-percentiles --json --no-json --save-result --no-save-result --result-dir --result-filename --metadata --config --help-all -h --help"
             places=("serve sweep compare offline latency prefill")
             case "$1" in
                 --url|--base-url|--api-key|--header|--ready-check-timeout-sec|--request-rate|--rps|--burstiness|--burst-size|--ramp-up-start-rps|--ramp-up-end-rps|--num-prompts|--duration|--max-concurrency|--clients|--random-input-len|--random-output-len|--random-range-ratio|--random-vocab-size|--prefix-len|--num-prefixes|--output-len|--seed|--num-warmups|--goodput|--goodput-ratio|--percentile-metrics|--metric-percentiles|--metadata) kind="@ANY" ;;
                 --model|--result-filename) kind="@NAME" ;;
                 --endpoint) kind="completions chat /v1/completions /v1/chat/completions" ;;
+                --cacert|--dataset-path|--result-dir|--config) kind="@FILE" ;;
                 --ramp-up-strategy) kind="linear exponential" ;;
                 --dataset-name) kind="random prefix sharegpt custom trace" ;;
-                --dataset-path|--result-dir|--config) kind="@FILE" ;;
             esac
             ;;
         "tk bench serve")
-            flags="--url --base-url --model --endpoint --api-key --header --ready-check-timeout-sec --request-rate --rps --burstiness --burst-size --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --num-prompts --duration --max-concurrency --clients --find-max-rps --no-find-max-rps --dataset-name --dataset-path --random-input-len --random-output-len --random-range-ratio --random-vocab-size --prefix-len --num-prefixes --output-len --ignore-eos --no-ignore-eos --seed --num-warmups --goodput --goodput-ratio --percentile-metrics --metric-percentiles --json --no-json --save-result --no-save-result --result-dir --result-filename --metadata --config --help-all -h --help"
+            flags="--url --base-url --model --endpoint --api-key --cacert --insecure --no-insecure --header --ready-check-timeout-sec --request-rate --rps --burstiness --burst-size --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --num-prompts --duration --max-concurrency --clients --find-max-rps --no-find-max-rps --dataset-name --dataset-path --random-input-len --random-output-len --random-range-ratio --random-vocab-size --prefix-len --num-prefixes --output-len --ignore-eos --no-ignore-eos --seed --num-warmups --goodput --goodput-ratio --percentile-metrics --metric-percentiles --json --no-json --save-result --no-save-result --result-dir --result-filename --metadata --config --help-all -h --help"
             case "$1" in
                 --url|--base-url|--api-key|--header|--ready-check-timeout-sec|--request-rate|--rps|--burstiness|--burst-size|--ramp-up-start-rps|--ramp-up-end-rps|--num-prompts|--duration|--max-concurrency|--clients|--random-input-len|--random-output-len|--random-range-ratio|--random-vocab-size|--prefix-len|--num-prefixes|--output-len|--seed|--num-warmups|--goodput|--goodput-ratio|--percentile-metrics|--metric-percentiles|--metadata) kind="@ANY" ;;
                 --model|--result-filename) kind="@NAME" ;;
                 --endpoint) kind="completions chat /v1/completions /v1/chat/completions" ;;
+                --cacert|--dataset-path|--result-dir|--config) kind="@FILE" ;;
                 --ramp-up-strategy) kind="linear exponential" ;;
                 --dataset-name) kind="random prefix sharegpt custom trace" ;;
-                --dataset-path|--result-dir|--config) kind="@FILE" ;;
             esac
             ;;
         "tk bench sweep")
-            flags="--url --base-url --model --endpoint --api-key --header --ready-check-timeout-sec --request-rate --rps --burstiness --burst-size --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --num-prompts --duration --max-concurrency --clients --find-max-rps --no-find-max-rps --dataset-name --dataset-path --random-input-len --random-output-len --random-range-ratio --random-vocab-size --prefix-len --num-prefixes --output-len --ignore-eos --no-ignore-eos --seed --num-warmups --goodput --goodput-ratio --percentile-metrics --metric-percentiles --json --no-json --save-result --no-save-result --result-dir --result-filename --metadata --vary --config --help-all -h --help"
+            flags="--url --base-url --model --endpoint --api-key --cacert --insecure --no-insecure --header --ready-check-timeout-sec --request-rate --rps --burstiness --burst-size --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --num-prompts --duration --max-concurrency --clients --find-max-rps --no-find-max-rps --dataset-name --dataset-path --random-input-len --random-output-len --random-range-ratio --random-vocab-size --prefix-len --num-prefixes --output-len --ignore-eos --no-ignore-eos --seed --num-warmups --goodput --goodput-ratio --percentile-metrics --metric-percentiles --json --no-json --save-result --no-save-result --result-dir --result-filename --metadata --vary --config --help-all -h --help"
             case "$1" in
                 --url|--base-url|--api-key|--header|--ready-check-timeout-sec|--request-rate|--rps|--burstiness|--burst-size|--ramp-up-start-rps|--ramp-up-end-rps|--num-prompts|--duration|--max-concurrency|--clients|--random-input-len|--random-output-len|--random-range-ratio|--random-vocab-size|--prefix-len|--num-prefixes|--output-len|--seed|--num-warmups|--goodput|--goodput-ratio|--percentile-metrics|--metric-percentiles|--metadata|--vary) kind="@ANY" ;;
                 --model|--result-filename) kind="@NAME" ;;
                 --endpoint) kind="completions chat /v1/completions /v1/chat/completions" ;;
+                --cacert|--dataset-path|--result-dir|--config) kind="@FILE" ;;
                 --ramp-up-strategy) kind="linear exponential" ;;
                 --dataset-name) kind="random prefix sharegpt custom trace" ;;
-                --dataset-path|--result-dir|--config) kind="@FILE" ;;
             esac
             ;;
         "tk bench compare")

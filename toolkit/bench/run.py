@@ -16,7 +16,7 @@ from toolkit.bench.load.client import Client, Clock, first_model, wait_until_rea
 from toolkit.bench.load.dataset import WARMUP, Dataset, RandomDataset, request
 from toolkit.bench.load.drivers import closed_loop
 from toolkit.bench.load.event_loop import event_loop_factory, raise_file_limit
-from toolkit.bench.load.http_client import HTTPClient
+from toolkit.bench.load.http_client import HTTPClient, client_of
 from toolkit.bench.load.processes import ClientProcesses
 from toolkit.bench.load.record import ClientResult, RequestRecord
 from toolkit.bench.load.recorded_datasets import open_dataset
@@ -122,7 +122,7 @@ async def measure(
     if no server answers, it lists no model, or no warm-up request succeeds, and ConfigError if the
     dataset cannot be read."""
     config, dataset = resolve_config(config)
-    async with HTTPClient(config.url, config.api_key, config.header) as http:
+    async with client_of(config) as http:
         await wait_until_ready(http, config.url, config.ready_check_timeout_sec)
         model = config.model or await first_model(http, config.url)
         began = datetime.datetime.now(datetime.UTC)

@@ -14,12 +14,15 @@ class Trust:
     cacert: str | None = None  # file with authorities, instead of those
     insecure: bool = False  # any certificate
 
-    def context(self, url: str) -> ssl.SSLContext:
-        """Return the TLS context for an address. Raises ConfigError for an unusable --cacert.
+    def __post_init__(self) -> None:
+        if self.insecure and self.cacert is not None:
+            raise ConfigError(
+                "--insecure accepts any certificate: leave out --cacert, or --insecure.",
+                param="insecure",
+            )
 
-        One for http:// has no authorities, which take 20 ms to read."""
-        if not url.startswith("https:"):
-            return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    def context(self) -> ssl.SSLContext:
+        """Return the TLS context. Raises ConfigError for a --cacert that cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.cacert)
         except OSError as error:  # also ssl.SSLError
@@ -30,6 +33,9 @@ class Trust:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         return context
+
+
+TRUST = Trust()
 
 
 class UntrustedError(ServerError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from toolkit.config.clients import server_url
+from toolkit.config.clients import CACERT, INSECURE, server_url
 from toolkit.config.fields import check_all, option
 from toolkit.errors import ConfigError, did_you_mean
 
@@ -36,6 +36,8 @@ class BenchConfig:
         "completions", "API route to load.", metavar="ROUTE"
     )
     api_key: str | None = option(None, "API key to send. TK_API_KEY keeps it out of ps.")
+    cacert: str | None = option(None, CACERT, metavar="FILE")
+    insecure: bool = option(False, INSECURE)
     header: tuple[str, ...] = option((), "Extra headers for every request.", metavar="KEY=VALUE")
     ready_check_timeout_sec: float = option(
         0.0, "Seconds to wait for the server to become ready.", minimum=0.0

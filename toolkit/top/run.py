@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from toolkit.client.choice import choose_urls
+from toolkit.client.trust import Trust
 from toolkit.config.clients import DEFAULT_URL, TopConfig
 from toolkit.errors import ToolkitError
 from toolkit.top.plain import as_json, snapshot
@@ -48,7 +49,8 @@ def open_sources(config: TopConfig) -> Sequence[Source]:
 
         return demo_sources()
     urls = config.url or choose_urls() or (DEFAULT_URL,)
-    return [HTTPSource(url, config.api_key, config.admin_key) for url in urls]
+    trust = Trust(config.cacert, config.insecure)
+    return [HTTPSource(url, config.api_key, config.admin_key, trust=trust) for url in urls]
 
 
 def has_screen() -> bool:

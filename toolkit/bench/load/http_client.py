@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from toolkit.client.trust import TRUST, Trust, unreachable
 from toolkit.client.wire import RequestFailedError
+from toolkit.config.load import BenchConfig
 
 IDLE_LIMIT = 4.0
 """Seconds after which an idle connection is not reused: common servers close it after 5."""
@@ -25,14 +27,27 @@ OnChunk = Callable[[bytes, float], None]
 """Called with a chunk of a body and the time it was read, by `time.perf_counter`."""
 
 
+def client_of(config: BenchConfig) -> HTTPClient:
+    """Return a client of the server that a load is for."""
+    trust = Trust(config.cacert, config.insecure)
+    return HTTPClient(config.url, config.api_key, config.header, trust)
+
+
 class HTTPClient:
     """Keep-alive connections to one server: one for each request in flight."""
 
-    def __init__(self, url: str, api_key: str | None, headers: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        headers: Iterable[str] = (),
+        trust: Trust = TRUST,
+    ) -> None:
         """`headers`: extra headers of every request, as KEY=VALUE."""
         parts = urlsplit(url)
+        self._url = url
         self._host = parts.hostname or ""
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._ssl = trust.context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)
         self._path = parts.path
         key = f"Authorization: Bearer {api_key}\r\n" if api_key is not None else ""
@@ -53,7 +68,7 @@ class HTTPClient:
         await asyncio.sleep(0)  # transports close in the loop's next iteration
 
     async def get(self, path: str, timeout: float) -> tuple[int, bytes]:
-        """Return (status, body). Raises RequestFailedError."""
+        """Return (status, body). Raises RequestFailedError, and UntrustedError for https://."""
         try:
             async with asyncio.timeout(timeout):
                 return await self._send(b"GET", path, b"", None)
@@ -63,7 +78,7 @@ class HTTPClient:
     async def post(self, path: str, body: bytes, on_chunk: OnChunk) -> tuple[int, bytes]:
         """Send JSON and return (status, body). With status 200 the body goes to `on_chunk` instead.
 
-        Raises RequestFailedError, and any exception of `on_chunk`."""
+        Raises RequestFailedError, UntrustedError, and any exception of `on_chunk`."""
         return await self._send(b"POST", path, body, on_chunk)
 
     async def _send(
@@ -102,6 +117,8 @@ class HTTPClient:
                 )
         except TimeoutError:
             raise RequestFailedError("timeout", "the connection took too long") from None
+        except ssl.SSLCertVerificationError as error:
+            raise unreachable(self._url, error) from None
         except OSError as error:
             raise RequestFailedError("cannot connect", error.strerror or str(error)) from None
         return connection

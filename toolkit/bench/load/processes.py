@@ -19,7 +19,7 @@ import msgspec
 from toolkit.bench.load.answer_stream import LiveCounts
 from toolkit.bench.load.client import Clock
 from toolkit.bench.load.event_loop import event_loop_factory, raise_file_limit
-from toolkit.bench.load.http_client import HTTPClient
+from toolkit.bench.load.http_client import client_of
 from toolkit.bench.load.record import ClientResult, RequestRecord, Seconds
 from toolkit.bench.load.share import LoadJob, LoadShare
 from toolkit.framing import frame, read_frame
@@ -165,7 +165,7 @@ async def _run_client() -> None:
     stdin = await _open_stdin()
     job = _to_client.decode(await read_frame(stdin))
     assert isinstance(job, LoadJob), "the first message is the job"
-    async with HTTPClient(job.config.url, job.config.api_key, job.config.header) as http:
+    async with client_of(job.config) as http:
         share = LoadShare(job, http)
         _reply(ClientReady())
         start = _to_client.decode(await read_frame(stdin))

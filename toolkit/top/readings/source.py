@@ -7,6 +7,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from toolkit.client.trust import TRUST, Trust, unreachable, why_untrusted
 from toolkit.client.wire import ServerError, error_message, goes_through_proxy
 from toolkit.top.readings.parse import Parser
 from toolkit.top.readings.reading import LiveRequest, Reading
@@ -51,6 +52,7 @@ class HTTPSource:
         api_key: str | None = None,
         admin_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        trust: Trust = TRUST,
     ) -> None:
         self.url = url
         key = admin_key or api_key
@@ -59,6 +61,7 @@ class HTTPSource:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=TIMEOUT,
             transport=transport,
+            verify=trust.context() if transport is None else False,  # the transport's
             trust_env=goes_through_proxy(url),
             follow_redirects=True,
         )
@@ -152,6 +155,8 @@ class HTTPSource:
         except httpx.TimeoutException:
             raise ServerError(f"{self.url} did not answer within {TIMEOUT:g} s.") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            if why_untrusted(error) is not None:
+                raise unreachable(self.url, error) from None
             raise ServerError(f"No server answers at {self.url} ({error}).") from None
 
 
