@@ -61,7 +61,7 @@ def test_chats_share_a_private_server_until_it_is_idle(
     found: list[RunningServer] = []
 
     def ask() -> None:
-        found.append(kept_server(model, 8.0, tick=lambda _: None))
+        found.append(kept_server(model, 8.0, tick=lambda *_: None))
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
@@ -92,9 +92,9 @@ def test_private_server_that_fails_or_is_interrupted_leaves_nothing(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(ServerError, match=r"did not start \(exit code 3\)"):
-        kept_server("m", 9.0, tick=lambda _: None, command=["sh", "-c", "exit 3"])
+        kept_server("m", 9.0, tick=lambda *_: None, command=["sh", "-c", "exit 3"])
 
-    def interrupt(_: float) -> None:
+    def interrupt(_: float, line: str) -> None:
         raise KeyboardInterrupt
 
     processes = []

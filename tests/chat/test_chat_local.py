@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ import time
 import httpx
 import pytest
 
+from tests.server import until
 from toolkit.chat import local
-from toolkit.chat.local import last_lines, local_server
+from toolkit.chat.local import last_line, last_lines, local_server
+from toolkit.chat.screen.starting import show_progress, ticking
 from toolkit.client.wire import ServerError
 
 SERVER = """
@@ -51,7 +54,7 @@ def test_private_server_runs_inside_the_block(state, monkeypatch, manner):
     monkeypatch.setattr(local, "GRACE", 0.1)
     waits = []
     with local_server(
-        None, tick=waits.append, command=[sys.executable, "-c", SERVER, manner]
+        None, tick=lambda *tick: waits.append(tick), command=[sys.executable, "-c", SERVER, manner]
     ) as server:
         assert httpx.get(server.url, timeout=60.0).text == server.api_key
         assert len(server.api_key) >= 24
@@ -72,7 +75,7 @@ def test_server_that_exits_shows_the_end_of_its_log(state):
         pytest.raises(
             ServerError, match=r"exit code 1(.|\n)*line 49(.|\n)*no such model: x"
         ) as caught,
-        local_server("x", tick=lambda seconds: None, command=[sys.executable, "-c", program]),
+        local_server("x", tick=lambda *_: None, command=[sys.executable, "-c", program]),
     ):
         pass
     assert "line 20" not in caught.value.message
@@ -86,7 +89,7 @@ import signal, sys, time
 from toolkit.chat.local import local_server, exit_on_signals
 command = [sys.executable, "-c", {SERVER!r}]
 signals = exit_on_signals(signal.SIGTERM, signal.SIGHUP)
-with signals, local_server(None, tick=lambda s: None, command=command) as server:
+with signals, local_server(None, tick=lambda *_: None, command=command) as server:
     print(server.url, flush=True)
     time.sleep(600)
 """
@@ -100,6 +103,32 @@ with signals, local_server(None, tick=lambda s: None, command=command) as server
     assert is_gone(url)
 
 
+def test_progress_shows_the_last_line_of_the_log(screen, monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    log.write_text("first\n" + "x" * 500 + "\nweights \x1b[1m 38%\nnot comp")
+    assert last_line(log) == "weights \x1b[1m 38%"
+    with show_progress(screen.terminal, "Starting m") as tick:
+        for seconds in (0.0, 29.0, 30.0, 31.0, 60.0):
+            tick(seconds, last_line(log))
+    assert screen.stderr.splitlines() == [
+        "Starting m ...",
+        "Starting m ... 30 s  weights \\x1b[1m 38%",
+        "Starting m ... 60 s  weights \\x1b[1m 38%",
+    ]
+
+
+def test_progress_of_this_process_shows_its_log(capsys):
+    ticks = []
+    with ticking(lambda *tick: ticks.append(tick)):
+        logging.getLogger("toolkit.weights").info("weights %d%%", 38)
+        logging.getLogger("toolkit.weights").warning("A warning.")
+        logging.getLogger("toolkit.weights").info("weights 40%")
+        until(lambda: ticks and ticks[-1][1] == "weights 40%")
+    assert "A warning." in capsys.readouterr().err
+    assert logging.getLogger("toolkit").level == logging.NOTSET
+
+
 def test_last_lines_of_an_empty_log(tmp_path):
     (tmp_path / "log").touch()
+    assert last_line(tmp_path / "log") == ""
     assert last_lines(tmp_path / "log") == "(empty)"

@@ -31,9 +31,9 @@ def private(server, monkeypatch):
     monkeypatch.setattr(run, "can_keep_servers", lambda: False)
 
     @contextmanager
-    def start(model, *, tick, hint):
+    def start(model, *, tick, hint, flags):
         started.append(model)
-        tick(0.0)
+        tick(0.0, "")
         server.api_key = "private"
         yield LocalServer(server.url, server.api_key)
 

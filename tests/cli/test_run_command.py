@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from tests import checkpoints
 from toolkit.cli.commands.run import find_cycle
+from toolkit.config.clients import ChatConfig
 
 
 def test_run_prints_only_the_answer_to_stdout(checkpoint):
@@ -100,6 +101,30 @@ def test_run_without_a_prompt_is_an_error_of_one_line(checkpoint, tk_here):
     assert done.stderr.startswith("tk: There is no prompt")
     assert " is taken as the model; see --prompt." in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_run_without_a_prompt_opens_a_chat_at_a_terminal(tk_here, monkeypatch):
+    """Settings of the engine become flags of the chat's own server."""
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("toolkit.cli.commands.run.sys", terminal)
+    chats = []
+    monkeypatch.setattr(
+        "toolkit.chat.run.run", lambda config, prepare, flags: chats.append((config, flags)) or 7
+    )
+    assert tk_here("run", "m").returncode == 7
+    given = ("--dtype", "bfloat16", "--no-enable-prefix-caching", "-t", "0.5", "-s", "Be brief.")
+    assert tk_here("run", "m", *given, "--hf-overrides", '{"a": 1}').returncode == 7
+    assert chats[0] == (ChatConfig(model="m"), [])
+    config, flags = chats[1]
+    assert config == ChatConfig(model="m", temperature=0.5, system="Be brief.")
+    assert flags == [
+        "--dtype", "bfloat16", "--hf-overrides", '{"a": 1}', "--no-enable-prefix-caching"
+    ]  # fmt: skip
+    for flag in ("--raw", "--image=x.png"):
+        done = tk_here("run", "m", flag)
+        assert done.returncode == 2
+        assert "needs a prompt" in done.stderr
+    assert len(chats) == 2
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])

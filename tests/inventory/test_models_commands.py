@@ -102,6 +102,11 @@ class TestPull:
         # No progress bar in a pipe.
         assert done.stderr == f"org/tiny: downloading {size / 2**20:.1f} MiB.\n"
 
+    def test_missing_model_is_downloaded_before_it_runs(self, hub, tk):
+        arguments = ("run", "org/tiny", "x", "--raw", "--max-tokens", "1")
+        assert "org/tiny: downloading 7.4 MiB." in tk(*arguments).stderr
+        assert "downloading" not in tk(*arguments, HF_HUB_OFFLINE="1").stderr
+
     def test_pulled_model_runs_offline(self, tk, folder):
         ran = tk("run", "org/tiny", "who are you?", HF_HUB_OFFLINE="1")
         assert ran.returncode == 0, ran.stderr

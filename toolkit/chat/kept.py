@@ -10,12 +10,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 
-from toolkit.chat.local import POLL, start, stop, wait_until_ready
+from toolkit.chat.local import POLL, last_line, start, stop, wait_until_ready
+from toolkit.chat.screen.starting import Tick
 from toolkit.errors import ConfigError
 from toolkit.running import (
     RunningServer,
@@ -54,21 +55,22 @@ def kept_server(
     model: str,
     keep_alive: float,
     *,
-    tick: Callable[[float], None],
+    tick: Tick,
     hint: str = "",
     command: Sequence[str] | None = None,
 ) -> RunningServer:
     """Return the private server of a model. Starts it if there is none.
 
-    Only one process starts it; others wait. `tick` is called with the seconds waited so far.
-    `command` replaces `tk serve MODEL`. Raises ServerError, with the end of the log and `hint`, if
-    the server exits during start-up."""
+    Only one process starts it; others wait. `command` replaces `tk serve MODEL`. Raises
+    ServerError, with the end of the log and `hint`, if the server exits during start-up."""
     with _lock(model, tick):
         started = time.monotonic()
         while (found := _find(model)) is not None:  # its starter may have been killed
             if found.state == "ready":
                 return found
-            tick(time.monotonic() - started)
+            tick(
+                time.monotonic() - started, "" if found.log is None else last_line(Path(found.log))
+            )
             time.sleep(POLL)
         return _start(model, keep_alive, tick, hint, command)
 
@@ -80,7 +82,7 @@ def _find(model: str) -> RunningServer | None:
 def _start(
     model: str,
     keep_alive: float,
-    tick: Callable[[float], None],
+    tick: Tick,
     hint: str,
     command: Sequence[str] | None,
 ) -> RunningServer:
@@ -118,7 +120,7 @@ def _socket_path(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _lock(model: str, tick: Callable[[float], None]) -> Iterator[None]:
+def _lock(model: str, tick: Tick) -> Iterator[None]:
     """Let one process at a time look for the model's server and start it."""
     digest = hashlib.sha256(model_identity(model).encode()).hexdigest()[:16]
     folder = runtime_folder()
@@ -131,7 +133,7 @@ def _lock(model: str, tick: Callable[[float], None]) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                tick(time.monotonic() - started)
+                tick(time.monotonic() - started, "another chat starts it")
                 time.sleep(POLL)
         yield
     finally:

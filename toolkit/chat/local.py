@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from toolkit.chat.screen.starting import Tick
 from toolkit.chat.state import private_file, state_folder
 from toolkit.client.wire import ServerError
 from toolkit.running import UNLISTED
@@ -23,6 +24,7 @@ from toolkit.running import UNLISTED
 POLL = 0.1  # seconds
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 LAST_LINES = 15
+MAX_LINE = 400  # bytes of a line that the progress shows
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -38,22 +40,23 @@ class LocalServer:
 def local_server(
     model: str | None,
     *,
-    tick: Callable[[float], None],
+    tick: Tick,
     hint: str = "",
     command: Sequence[str] | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[LocalServer]:
     """Start a server, wait until it is ready, and stop it at the end.
 
-    `tick` is called with the seconds waited so far. `command` replaces `tk serve MODEL`; the flags
-    for host and port are appended to it. Raises ServerError, with the end of the log and `hint`, if
-    the server exits during start-up."""
+    `flags`: more flags of `tk serve MODEL`. `command` replaces it; the flags for host and port are
+    appended. Raises ServerError, with the end of the log and `hint`, if the server exits during
+    start-up."""
     port = free_port()
     key = secrets.token_urlsafe(24)
     if command is None:
         command = [sys.executable, "-m", "toolkit", "serve", *([model] if model else [])]
     log = private_file(state_folder() / f"chat-server-{os.getpid()}.log")
     process = start(
-        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        [*command, *flags, "--host", "127.0.0.1", "--port", str(port)],
         log,
         {"TK_API_KEY": key, "TK_LOG_FORMAT": "text", UNLISTED: "1"},
     )
@@ -106,13 +109,13 @@ def wait_until_ready(
     http: httpx.Client,
     process: subprocess.Popen[bytes],
     log: Path,
-    tick: Callable[[float], None],
+    tick: Tick,
     hint: str,
 ) -> None:
     """Wait until /health returns 200. Raises ServerError if the child exits first."""
     started = time.monotonic()
     while True:
-        tick(time.monotonic() - started)
+        tick(time.monotonic() - started, last_line(log))
         if (code := process.poll()) is not None:
             raise ServerError(
                 f"The server did not start (exit code {code}).{hint} The end of its log, {log}:"
@@ -147,6 +150,15 @@ def exit_on_signals(*signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def last_line(log: Path) -> str:
+    """Return the last complete line of a log; empty without one."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MAX_LINE))
+        lines = file.read().decode(errors="replace").split("\n")[:-1]
+    return lines[-1] if lines else ""
 
 
 def last_lines(log: Path) -> str:

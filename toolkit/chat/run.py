@@ -5,17 +5,17 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import httpx
-from rich.text import Text
 
 from toolkit.chat import store
 from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.kept import can_keep_servers, kept_server, kept_servers
 from toolkit.chat.local import exit_on_signals, local_server
+from toolkit.chat.screen.starting import show_progress
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
 from toolkit.client.choice import choose_server, ready_servers
@@ -31,10 +31,15 @@ from toolkit.running import RunningServer
 MAX_PAUSE = 30.0  # seconds between two requests that keep a private server
 
 
-def run(config: ChatConfig, check: Callable[[str], None] = lambda model: None) -> int:
+def run(
+    config: ChatConfig,
+    prepare: Callable[[str], None] = lambda model: None,
+    flags: Sequence[str] = (),
+) -> int:
     """Run the chat, or answer one question. Return the exit code.
 
-    check: raises if a private server of this model could not chat."""
+    `prepare`: called before a private server of this model starts; raises if it could not chat.
+    `flags`: of `tk serve`, for a private server of this chat alone."""
     for name in ("COLUMNS", "LINES"):  # exported by some shells, but wrong once the window resizes
         os.environ.pop(name, None)
     terminal = Terminal()
@@ -47,7 +52,7 @@ def run(config: ChatConfig, check: Callable[[str], None] = lambda model: None) -
     saved = _newest_conversation() if config.resume else None
     with (
         exit_on_signals(signal.SIGTERM, signal.SIGHUP),
-        find_server(config, terminal, check, is_question=question is not None) as (
+        find_server(config, terminal, prepare, is_question=question is not None, flags=flags) as (
             address,
             model,
         ),
@@ -175,9 +180,10 @@ def _newest_conversation() -> store.SavedConversation:
 def find_server(
     config: ChatConfig,
     terminal: Terminal,
-    check: Callable[[str], None] = lambda model: None,
+    prepare: Callable[[str], None] = lambda model: None,
     *,
     is_question: bool = False,
+    flags: Sequence[str] = (),
 ) -> Iterator[tuple[Address, ModelInfo]]:
     """Yield a server and a model: at --url, else one that runs here, else a private server.
 
@@ -187,10 +193,11 @@ def find_server(
         address = _address(config.url, config)
         yield address, require_chat(address, choose_model(address, config.model))
         return
-    found = find_running_server(config, terminal) or find_kept_server(config)
-    if found is not None:
-        yield found[0], require_chat(*found)
-        return
+    if not flags:
+        found = find_running_server(config, terminal) or find_kept_server(config)
+        if found is not None:
+            yield found[0], require_chat(*found)
+            return
     if is_question and config.model is None:
         raise ServerError(
             f"No server answers at {DEFAULT_URL}, and no model is given. Start one with 'tk serve "
@@ -200,17 +207,17 @@ def find_server(
         from toolkit.hub import require_path
 
         require_path(config.model)
-        check(config.model)
-        if config.keep_alive_seconds and can_keep_servers():
+        prepare(config.model)
+        if config.keep_alive_seconds and not flags and can_keep_servers():
             found = start_kept_server(config.model, config, terminal)
             yield found[0], require_chat(*found)
             return
     name = config.model or "the demo model"
     with (
         show_progress(terminal, f"Starting {name}") as tick,
-        local_server(config.model, tick=tick, hint=config.word_hint) as server,
+        local_server(config.model, tick=tick, hint=config.word_hint, flags=flags) as server,
     ):
-        tick(-1.0)
+        tick(-1.0, "")
         terminal.hint(
             "This private server ends with the chat; 'tk serve' starts one that keeps running."
         )
@@ -236,7 +243,7 @@ def start_kept_server(
     while True:
         with show_progress(terminal, f"Starting {model}") as tick:
             server = kept_server(model, config.keep_alive_seconds, tick=tick, hint=config.word_hint)
-            tick(-1.0)
+            tick(-1.0, "")
         if (found := _reach(server, config)) is not None:
             terminal.hint(
                 f"This private server ends {config.keep_alive} after the last question; 'tk stop' "
@@ -335,27 +342,3 @@ def find_model_at(
         ((address, model) for model in models if config.model in (None, model.name, model.root)),
         None,
     )
-
-
-@contextmanager
-def show_progress(terminal: Terminal, task: str) -> Iterator[Callable[[float], None]]:
-    """Yield a function that shows the seconds that `task` has taken; a negative number ends it.
-
-    The spinner's thread starts with the first call, so that a child can be forked before."""
-    if not terminal.err_console.is_terminal:
-        terminal.note(f"{task} ...")
-        yield lambda seconds: None
-        return
-    status = terminal.err_console.status(Text(f"{task} ..."))
-
-    def tick(seconds: float) -> None:
-        if seconds < 0:
-            status.stop()
-        else:
-            status.update(Text(f"{task} ... {seconds:.0f} s"))
-            status.start()
-
-    try:
-        yield tick
-    finally:
-        status.stop()

@@ -7,11 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit import hub
+from toolkit.config.engine import DEMO
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError
 from toolkit.gguf.names import split_name
 from toolkit.inventory.console import print_note
@@ -22,6 +23,17 @@ from toolkit.units import size
 FORMAT = (
     "{desc}  {percentage:3.0f} % {bar} {n_fmt}iB of {total_fmt}iB, {rate_fmt}, {remaining} left"
 )
+
+
+def download_missing(model: str | None, revision: str | None = None) -> None:
+    """Download a model of the hub that is not on this machine, with a progress bar.
+
+    Whoever loads it reports a model that is not found. Raises CheckpointError for a full disk."""
+    if model is None or model == DEMO or Path(model).expanduser().exists() or hub.is_path(model):
+        return
+    if hub.cached_snapshot(model, revision, with_weights=True) is None:
+        with suppress(ModelNotFoundError):
+            pull(model, revision)
 
 
 def pull(name: str, revision: str | None) -> Path:

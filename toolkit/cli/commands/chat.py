@@ -21,7 +21,15 @@ def chat(config: ChatConfig) -> None:
     With a PROMPT or piped text it answers once, and only the answer goes to stdout."""
     from toolkit.chat.run import run
 
-    raise typer.Exit(run(config, check=require_chat_template))
+    raise typer.Exit(run(config, prepare=prepare_chat))
+
+
+def prepare_chat(model: str) -> None:
+    """Download a model for a private server. Raises ToolkitError if it cannot chat, or is none."""
+    from toolkit.inventory.download import download_missing
+
+    require_chat_template(model)
+    download_missing(model)
 
 
 def require_chat_template(model: str) -> None:

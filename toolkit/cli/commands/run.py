@@ -1,11 +1,16 @@
 """`tk run`."""
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from toolkit.cli.command import command
+from toolkit.cli.commands.chat import prepare_chat
 from toolkit.cli.root import app
 from toolkit.config import (
     CacheConfig,
@@ -16,9 +21,11 @@ from toolkit.config import (
     RunConfig,
     SchedulerConfig,
 )
+from toolkit.config.engine import DEMO
+from toolkit.config.fields import options
 from toolkit.config.run import DEFAULT_MAX_TOKENS
 from toolkit.console import as_text, read_piped
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import ConfigError, InvalidRequestError
 from toolkit.logs import escape_controls
 
 if TYPE_CHECKING:
@@ -36,19 +43,27 @@ def run(
     scheduler: SchedulerConfig,
     parallel: ParallelConfig,
 ) -> None:
-    """Answer one prompt and exit.
+    """Answer one prompt and exit, or open a chat.
 
-    The answer is streamed to stdout. Text piped to standard input is added to the prompt."""
+    The answer is streamed to stdout. Text piped to standard input is added to the prompt. Without a
+    prompt, at a terminal, it is tk chat MODEL; settings of the engine are those of its server."""
+    settings = (model, device, cache, scheduler, parallel)
+    if config.prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        raise typer.Exit(_open_chat(config, settings))
     prompt = _read_prompt(config.prompt, model.model)
     pictures = _read_pictures(config.image)
 
-    from toolkit.engine.llm import LLM
-    from toolkit.sampling.params import SamplingParams
+    from toolkit.inventory.download import download_missing
 
     engine = EngineConfig(
         model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
     ).with_settings(max_num_seqs=1, limit_mm_per_prompt=f"image={len(pictures)}")
-    llm = LLM(config=engine)
+    download_missing(model.model, model.revision)
+    with _starting(model.model or DEMO):
+        from toolkit.engine.llm import LLM
+        from toolkit.sampling.params import SamplingParams
+
+        llm = LLM(config=engine)
     given: TokensPrompt
     if config.raw or llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         if config.system is not None:
@@ -94,6 +109,50 @@ def run(
             )
     except BrokenPipeError:
         sys.stderr.close()  # suppress the error of the flush at exit
+
+
+@contextmanager
+def _starting(name: str) -> Iterator[None]:
+    """Show the progress of the engine's start."""
+    from toolkit.chat.screen.starting import show_progress, ticking
+    from toolkit.chat.screen.terminal import Terminal
+
+    with show_progress(Terminal(), f"Starting {name}") as tick, ticking(tick):
+        yield
+
+
+def _open_chat(config: RunConfig, settings: Sequence[Any]) -> int:
+    """Run `tk chat`. Raises ConfigError for settings that it does not have."""
+    given = _changed(config)
+    for name in ("raw", "image"):
+        if name in given:
+            raise ConfigError(f"--{name} needs a prompt: tk run MODEL PROMPT.", param=name)
+    from toolkit.chat.run import run as chat
+    from toolkit.config.clients import ChatConfig
+
+    flags = [flag for one in settings for flag in _flags(one)]
+    model = settings[0].model or DEMO
+    return chat(ChatConfig(model=model, **given), prepare=prepare_chat, flags=flags)
+
+
+def _changed(config: Any) -> dict[str, Any]:
+    """Return the settings of a config that differ from their defaults."""
+    rows = options(type(config))
+    return {row.name: value for row in rows if (value := getattr(config, row.name)) != row.default}
+
+
+def _flags(config: Any) -> Iterator[str]:
+    """Yield the flags of a config's settings that differ from their defaults, but the model."""
+    for name, value in _changed(config).items():
+        flag = "--" + name.replace("_", "-")
+        if name == "model":
+            continue
+        if isinstance(value, bool):
+            yield flag if value else flag.replace("--", "--no-", 1)
+        else:
+            several = value if isinstance(value, tuple) else (value,)
+            for one in several:
+                yield from (flag, json.dumps(one) if isinstance(one, dict) else str(one))
 
 
 def _read_pictures(files: Sequence[str]) -> list[dict[str, Any]]:
