@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import select
+import shutil
 import sys
 import threading
 import time
@@ -51,6 +52,22 @@ def save_traceback(error: BaseException) -> str:
     return f"Its traceback is in {path}; {DEBUG}=1 shows it."
 
 
+PROGRESS = logging.getLogger("toolkit.progress")
+"""Texts about what takes long, several in a second, each in place of the one before; the last is
+empty. Disabled where they cannot be shown so."""
+PROGRESS.propagate, PROGRESS.disabled = False, True
+PROGRESS.setLevel(logging.INFO)
+
+
+class _InPlace(logging.Handler):
+    """Writes each message over the one before, on a line of the terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        columns = shutil.get_terminal_size().columns
+        sys.stderr.write(f"\r{escape_line(record.getMessage())[: columns - 1]}\x1b[K")
+        sys.stderr.flush()
+
+
 class LogStyle(msgspec.Struct, frozen=True):
     """Log level and format: `json` writes one object per line."""
 
@@ -70,6 +87,8 @@ class LogStyle(msgspec.Struct, frozen=True):
         _queue_stderr(formatter)
         handler = logging.StreamHandler()
         handler.setFormatter(formatter)
+        if sys.stderr.isatty() and not self.json and self.level in ("debug", "info"):
+            PROGRESS.handlers, PROGRESS.disabled = [_InPlace()], False
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
         logging.captureWarnings(True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from toolkit.chat import local
 from toolkit.chat.local import last_line, last_lines, local_server
 from toolkit.chat.screen.starting import show_progress, ticking
 from toolkit.client.wire import ServerError
+from toolkit.logs import PROGRESS
 
 SERVER = """
 import http.server, os, signal, sys
@@ -117,15 +117,12 @@ def test_progress_shows_the_last_line_of_the_log(screen, monkeypatch, tmp_path):
     ]
 
 
-def test_progress_of_this_process_shows_its_log(capsys):
+def test_progress_of_this_process_is_shown():
     ticks = []
     with ticking(lambda *tick: ticks.append(tick)):
-        logging.getLogger("toolkit.weights").info("weights %d%%", 38)
-        logging.getLogger("toolkit.weights").warning("A warning.")
-        logging.getLogger("toolkit.weights").info("weights 40%")
-        until(lambda: ticks and ticks[-1][1] == "weights 40%")
-    assert "A warning." in capsys.readouterr().err
-    assert logging.getLogger("toolkit").level == logging.NOTSET
+        PROGRESS.info("weights %d%%", 38)
+        until(lambda: ticks and ticks[-1][1] == "weights 38%")
+    assert PROGRESS.disabled
 
 
 def test_last_lines_of_an_empty_log(tmp_path):

@@ -22,7 +22,7 @@ from huggingface_hub import constants, file_download
 from tests.hub import Hub, commit_of
 from tests.server import until
 from toolkit.demo import MODEL_DIR
-from toolkit.inventory import removal
+from toolkit.inventory import download, removal
 
 CARD = b"---\nlicense: apache-2.0\nlanguage: en\n---\n# A model"
 
@@ -118,6 +118,12 @@ class TestPull:
         assert not [
             request for request in hub.requests if request[0] == "GET" and "/resolve/" in request[1]
         ]
+
+    def test_lines_show_the_progress_where_there_is_no_terminal(self, tk, monkeypatch):
+        monkeypatch.setattr(download, "INTERVAL", 0.0)
+        lines = tk("pull", "org/tiny").stderr.splitlines()
+        assert lines[0] == "org/tiny: downloading 7.4 MiB."
+        assert re.fullmatch(r"org/tiny: 100% of 7\.4 MiB, \S+ \S+iB/s\.", lines[-1])
 
     def test_broken_connection_is_resumed(self, hub, tk, tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.conftest import restored_logging
 from toolkit.distributed import Shard
+from toolkit.logs import PROGRESS, LogStyle
 from toolkit.weights.loading import safetensors
 from toolkit.weights.loading.progress import Progress
 from toolkit.weights.slots import Slot
@@ -31,6 +35,24 @@ def test_a_bar_has_bytes_rate_and_the_time_left(caplog, clock):
         "weights [###############-----] 75% of 8.00 GiB, 1.00 GiB/s, 2 s left",
         "weights [####################] 100% of 8.00 GiB, 1.00 GiB/s, 8 s",
     ]
+
+
+def test_a_bar_is_drawn_in_place_on_a_terminal(caplog, clock, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(PROGRESS, "handlers", [])
+    monkeypatch.setattr(PROGRESS, "disabled", True)
+    with restored_logging():
+        LogStyle("info").apply()
+        progress = Progress(1 << 30, lambda: clock.now)
+        for _ in range(4):
+            clock.now += 0.25
+            progress.add(1 << 28)
+    shown = terminal.getvalue().split("\r")[1:]
+    assert shown[0] == "weights [#####---------------] 25% of 1.00 GiB, 1.00 GiB/s, 1 s left\x1b[K"
+    assert (len(shown), shown[-1]) == (4, "\x1b[K")
+    assert not [one for one in caplog.records if one.name != PROGRESS.name]
 
 
 def test_what_takes_little_time_is_not_shown(caplog, clock):

@@ -19,6 +19,7 @@ from toolkit.inventory.console import print_note
 from toolkit.inventory.recommended import advice
 from toolkit.units import size
 
+INTERVAL = 30.0  # seconds between two lines about a download
 # Format of the progress bar, for tqdm.
 FORMAT = (
     "{desc}  {percentage:3.0f} % {bar} {n_fmt}iB of {total_fmt}iB, {rate_fmt}, {remaining} left"
@@ -115,19 +116,39 @@ def _missing_bytes(name: str, revision: str | None) -> int:
         )
 
 
+class _Lines:
+    """Prints a line with the share of a download now and then."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done = label, total, 0.0
+        self._start = time.monotonic()
+        self._due = self._start + INTERVAL
+
+    def add(self, num_bytes: float) -> None:
+        self._done += num_bytes
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + INTERVAL
+            rate = size(self._done / max(now - self._start, 1e-6))
+            share = f"{self._done / self._total:.0%} of {size(self._total)}"
+            print_note(f"{self._label}: {share}, {rate}/s.")
+
+
 @contextmanager
 def _progress_bar(label: str, num_bytes: int) -> Iterator[type]:
     """Return a tqdm class that shows only the byte counter of the library's three bars."""
     from huggingface_hub.utils import tqdm
 
     shown: list[Any] = []
+    is_terminal = sys.stderr.isatty()
+    lines = _Lines(label, num_bytes)
 
     class Bar(tqdm):  # type: ignore[misc]  # the library has no types
         # The library's own total grows with each file.
         total = property(lambda self: num_bytes, lambda self, value: None)
 
         def __init__(self, *arguments: Any, name: str | None = None, **settings: Any) -> None:
-            if name != "huggingface_hub.snapshot_download" or not num_bytes:
+            self._counts_bytes = name == "huggingface_hub.snapshot_download" and num_bytes > 0
+            if not (self._counts_bytes and is_terminal):
                 settings["disable"] = True
             settings |= {
                 "desc": label,
@@ -138,6 +159,12 @@ def _progress_bar(label: str, num_bytes: int) -> Iterator[type]:
             }
             super().__init__(*arguments, **settings)
             shown.append(self)
+
+        def update(self, n: float = 1) -> Any:
+            """Add to the bar, or print a line elsewhere than on a terminal."""
+            if self._counts_bytes and not is_terminal:
+                lines.add(n)
+            return super().update(n)
 
         def set_description(self, *_: Any, **__: Any) -> None:
             """Keep the label."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.text import Text
 
 from toolkit.chat.screen.terminal import Terminal
-from toolkit.logs import escape_line
+from toolkit.logs import PROGRESS, escape_line
 
 Tick = Callable[[float, str], None]
 """Called with the seconds that a start has taken so far, and the last line of its log."""
@@ -66,34 +66,32 @@ def _text(terminal: Terminal, task: str, seconds: float, line: str) -> Text:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps the last message for the progress. Warnings are printed as they would be without it."""
+    """Keeps the last message."""
 
     text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()
-        if record.levelno >= logging.WARNING and logging.lastResort is not None:
-            logging.lastResort.handle(record)
 
 
 @contextmanager
 def ticking(tick: Tick) -> Iterator[None]:
     """Show the progress of a start in this process, from another thread."""
-    logger, last, ended = logging.getLogger("toolkit"), _LastMessage(), threading.Event()
+    last, ended = _LastMessage(), threading.Event()
     started = time.monotonic()
 
     def run() -> None:
         while not ended.wait(INTERVAL):
             tick(time.monotonic() - started, last.text)
 
-    thread, level = threading.Thread(target=run, daemon=True), logger.level
-    logger.addHandler(last)
-    logger.setLevel(logging.INFO)
+    thread = threading.Thread(target=run, daemon=True)
+    PROGRESS.addHandler(last)
+    PROGRESS.disabled = False
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        logger.setLevel(level)
-        logger.removeHandler(last)
+        PROGRESS.removeHandler(last)
+        PROGRESS.disabled = True
