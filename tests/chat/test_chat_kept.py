@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import os
 import shutil
@@ -10,15 +12,16 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.forked import ForkedProcess, ForkServer, stand_in
 from tests.records import recorded
 from tests.server import until
 from toolkit.chat import kept, local
-from toolkit.chat.answers.client import Address
+from toolkit.chat.answers.client import Address, ChatClient
 from toolkit.chat.kept import can_keep_servers, kept_server
-from toolkit.chat.run import find_kept_server
+from toolkit.chat.run import find_kept_server, stay_in_use
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
 from toolkit.demo import MODEL_DIR
@@ -132,6 +135,23 @@ def test_demo_model_has_to_be_named(monkeypatch):
             assert found is not None
             assert (found[0].uds, found[0].idle_timeout) == ("/tmp/m.sock", 300.0)
     assert listed == ["/tmp/s.sock", "/tmp/m.sock"]
+
+
+async def test_an_open_chat_keeps_its_server(server):
+    client = ChatClient(Address(server.url, idle_timeout=0.1))
+    asked = []
+    client.http.event_hooks = {"response": [functools.partial(tick, asked)]}
+    using = asyncio.create_task(stay_in_use(client))
+    await asyncio.sleep(0.3)
+    using.cancel()
+    assert len(asked) >= 3
+    assert set(asked) == {"/v1/models"}
+    await client.close()
+    await stay_in_use(ChatClient(Address(server.url)))  # any other server stays by itself
+
+
+async def tick(asked: list[str], response: httpx.Response) -> None:
+    asked.append(response.url.path)
 
 
 def test_times_to_keep_a_server():

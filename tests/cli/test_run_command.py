@@ -111,10 +111,10 @@ def test_run_without_a_prompt_opens_a_chat_at_a_terminal(tk_here, monkeypatch):
     monkeypatch.setattr(
         "toolkit.chat.run.run", lambda config, prepare, flags: chats.append((config, flags)) or 7
     )
-    assert tk_here("run", "m").returncode == 7
+    assert tk_here("run", "m", TK_KEEP_ALIVE="9m", TK_URL="a:1").returncode == 7
     given = ("--dtype", "bfloat16", "--no-enable-prefix-caching", "-t", "0.5", "-s", "Be brief.")
     assert tk_here("run", "m", *given, "--hf-overrides", '{"a": 1}').returncode == 7
-    assert chats[0] == (ChatConfig(model="m"), [])
+    assert chats[0] == (ChatConfig(model="m", keep_alive="9m"), [])
     config, flags = chats[1]
     assert config == ChatConfig(model="m", temperature=0.5, system="Be brief.")
     assert flags == [

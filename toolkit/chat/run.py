@@ -93,7 +93,7 @@ async def _chat(
 async def _converse(session: Session, saved: store.SavedConversation | None) -> int:
     from toolkit.chat.repl import converse
 
-    using = asyncio.create_task(_stay_in_use(session.client))
+    using = asyncio.create_task(stay_in_use(session.client))
     session.terminal.note(f"{session.model.name} at {session.client.address.title}")
     if saved is not None:
         session.resume(saved)
@@ -104,7 +104,7 @@ async def _converse(session: Session, saved: store.SavedConversation | None) -> 
     return code
 
 
-async def _stay_in_use(client: ChatClient) -> None:
+async def stay_in_use(client: ChatClient) -> None:
     """Send requests, so that a private server does not end between two questions."""
     if client.address.idle_timeout is None:
         return

@@ -11,7 +11,8 @@ import typer
 
 from toolkit.cli.command import command
 from toolkit.cli.commands.chat import prepare_chat
-from toolkit.cli.root import app
+from toolkit.cli.help import known_settings
+from toolkit.cli.root import app, tree
 from toolkit.config import (
     CacheConfig,
     DeviceConfig,
@@ -21,9 +22,11 @@ from toolkit.config import (
     RunConfig,
     SchedulerConfig,
 )
+from toolkit.config.clients import ChatConfig
 from toolkit.config.engine import DEMO
-from toolkit.config.fields import options
+from toolkit.config.fields import build, options
 from toolkit.config.run import DEFAULT_MAX_TOKENS
+from toolkit.config.sources import resolve
 from toolkit.console import as_text, read_piped
 from toolkit.errors import ConfigError, InvalidRequestError
 from toolkit.logs import escape_controls
@@ -128,11 +131,14 @@ def _open_chat(config: RunConfig, settings: Sequence[Any]) -> int:
         if name in given:
             raise ConfigError(f"--{name} needs a prompt: tk run MODEL PROMPT.", param=name)
     from toolkit.chat.run import run as chat
-    from toolkit.config.clients import ChatConfig
 
+    given["model"] = settings[0].model or DEMO
+    chosen = resolve(options(ChatConfig), given, ("chat",), known_settings(tree()))
+    values = {name: one.value for name, one in chosen.items()}
+    # The model runs on this machine, as with a prompt.
+    config_of_chat = build(ChatConfig, values | {"url": None})
     flags = [flag for one in settings for flag in _flags(one)]
-    model = settings[0].model or DEMO
-    return chat(ChatConfig(model=model, **given), prepare=prepare_chat, flags=flags)
+    return chat(config_of_chat, prepare=prepare_chat, flags=flags)
 
 
 def _changed(config: Any) -> dict[str, Any]:
