@@ -66,6 +66,23 @@ def test_running_server_is_used_on_any_port(server, private, screen):
     assert private == []
 
 
+def test_path_is_that_of_the_server_and_no_name(server, private, screen, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "DEFAULT_URL", "http://127.0.0.1:1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fake").mkdir()
+    with recorded(server.url, "fake", model=str(tmp_path / "fake")):
+        for path in ("fake", "./fake", str(tmp_path / "fake")):
+            with run.find_server(ChatConfig(model=path), screen.terminal) as (address, model):
+                assert (address.url, model.name) == (server.url, "fake")
+    assert private == []
+    with (
+        recorded(server.url, "fake", model="/elsewhere/fake"),
+        run.find_server(ChatConfig(model="fake"), screen.terminal),
+    ):
+        pass
+    assert private == ["fake"]
+
+
 def test_model_without_a_server_gets_a_private_one(server, private, screen, monkeypatch):
     monkeypatch.setattr(run, "DEFAULT_URL", server.url)
     with run.find_server(ChatConfig(model="m"), screen.terminal) as (address, model):

@@ -300,10 +300,18 @@ def find_running_server(config: ChatConfig, terminal: Terminal) -> tuple[Address
     servers = ready_servers()
     if config.model is None or any(one.has(config.model) for one in servers):
         server = choose_server(config.model)
-        return find_model_at(DEFAULT_URL if server is None else server.url, config, terminal)
+        if server is None:
+            return find_model_at(DEFAULT_URL, config, terminal)
+        if config.model is not None and config.model not in server.names:  # a path
+            config = replace(config, model=server.names[0])
+        return find_model_at(server.url, config, terminal)
     rejection: KeyRejectedError | None = None
-    # The name may be that of an adapter, which a record does not have.
-    for url in dict.fromkeys([*(one.url for one in servers), DEFAULT_URL]):
+    known = [one.url for one in servers]
+    # A name may be that of an adapter, which a record does not have. A path is not of these.
+    urls = [] if os.path.exists(os.path.expanduser(config.model)) else known
+    if DEFAULT_URL not in known:
+        urls = [*urls, DEFAULT_URL]
+    for url in urls:
         try:
             if (found := find_model_at(url, config, terminal)) is not None:
                 return found
