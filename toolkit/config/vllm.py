@@ -551,10 +551,6 @@ BENCH: Table = (
         "--lora-modules=... --lora-assignment=",
     ),
     (
-        Refusal("Certificates are checked. Set SSL_CERT_FILE to that of the server."),
-        "--insecure",
-    ),
-    (
         Refusal("The NAME.jsonl of --save-result has the lengths of each request."),
         "--plot-dataset-stats",
     ),
