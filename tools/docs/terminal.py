@@ -10,6 +10,7 @@ import io
 import re
 from pathlib import Path
 
+TOP = "tk top --demo"
 RECORDINGS = Path(__file__).parent / "recordings"
 FORMAT = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
@@ -78,8 +79,11 @@ async def _top() -> str:
     add_demo_history(state, 1.0)
     app = TopApp(state)
     async with app.run_test(size=(100, 30)) as pilot:
-        await pilot.pause(0.1)
-        drawn = app.export_screenshot(title="tk top --demo")
+        drawn, seen = app.export_screenshot(title=TOP), 0
+        while seen < 3:  # until nothing changes
+            await pilot.pause(0.1)
+            last, drawn = drawn, app.export_screenshot(title=TOP)
+            seen = seen + 1 if drawn == last else 0
     drawn = re.sub(r"<!--.*?-->", "", drawn)
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
     drawn = re.sub(r"terminal-\d+", "top", drawn)
