@@ -113,12 +113,12 @@ def test_fields_that_would_change_the_answer_are_refused(http: httpx.Client) -> 
         (
             "/v1/chat/completions",
             {"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f"}}]},
-            "messages.1.function_call",
+            "messages[1].function_call",
         ),
         (
             "/v1/messages",
             {"messages": [*HELLO, {"role": "system", "content": "x", "clear_at": "now"}]},
-            "messages.1.clear_at",
+            "messages[1].clear_at",
         ),
         ("/v1/responses", {"include": ["message.output_text.logprobs"]}, "include"),
         ("/v1/chat/completions", {"reasoning_effort": "lots"}, "reasoning_effort"),

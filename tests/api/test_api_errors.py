@@ -230,7 +230,7 @@ WRONG = {
     "stop_token_ids": [[262], [-1], ["a"], 3],
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1],
-    "repetition_penalty": [0, -1, 1e-300, 1e300],
+    "repetition_penalty": [0, -1],
     "logit_bias": [{"a": 1}, {"262": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, [1]],
     "logprobs": [-1, 101],
     "seed": [2**63, -(2**63) - 1, "x"],
@@ -250,7 +250,7 @@ def test_a_wrong_value_is_refused_by_parameter_name(
 ) -> None:
     body = json.dumps({"prompt": "a", name: value})
     answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
-    assert check_error(answer, 400)["param"].split(".")[0] == name
+    assert check_error(answer, 400)["param"].split("[")[0] == name
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_an_invalid_prompt_is_refused(http: httpx.Client, prompt: object) -> Non
     body = json.dumps({"prompt": prompt})
     answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     param = check_error(answer, 400)["param"]
-    assert param.split(".")[0] == "prompt"
+    assert param.split("[")[0] == "prompt"
 
 
 def test_one_bad_prompt_among_several_refuses_all(server: Server) -> None:

@@ -118,13 +118,16 @@ def test_prompt_tokens_are_counted(
         ({"messages": QUESTION}, "max_tokens"),
         ({"max_tokens": 1}, "messages"),
         ({"messages": [], "max_tokens": 1}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}], "max_tokens": 1}, "messages.0"),
+        ({"messages": [{"role": "robot", "content": "x"}], "max_tokens": 1}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}], "max_tokens": 1},
-            "messages.0",
+            "messages[0].content",
         ),
         ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
-        ({"messages": QUESTION, "max_tokens": 1, "tools": [{"name": "x"}]}, "tools.0.input_schema"),
+        (
+            {"messages": QUESTION, "max_tokens": 1, "tools": [{"name": "x"}]},
+            "tools[0].input_schema",
+        ),
         ({"messages": QUESTION, "max_tokens": 1, "temperature": -1}, "temperature"),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_conversation_is_tokenized_as_in_chat(http: httpx.Client, reference: R
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages.0"),
+        ("/tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ("/tokenize", {"messages": "x"}, "messages"),
         ("/tokenize", {"prompt": "x" * 5_000_000}, "prompt"),
         ("/detokenize", {"tokens": [262]}, "tokens"),

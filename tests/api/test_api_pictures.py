@@ -369,9 +369,9 @@ ERRORS: dict[str, tuple[list[Any], str, str]] = {
     ),
     "unknown part": (
         [{"type": "input_audio", "input_audio": {}}],
-        "messages.0",
-        "messages.0: Only content parts of the types 'text' and 'image_url' are supported, not "
-        "'input_audio'.",
+        "messages[0].content",
+        "messages[0].content: Only content parts of the types 'text' and 'image_url' are "
+        "supported, not 'input_audio'.",
     ),
 }
 
@@ -439,7 +439,7 @@ def test_a_picture_that_cannot_be_used_is_an_error(server: Server, name: str, st
         (
             "/v1/messages",
             {"messages": user({"type": "document", "source": {}})},
-            "messages.0: Only content blocks of the types text, image, thinking, "
+            "messages[0].content: Only content blocks of the types text, image, thinking, "
             "redacted_thinking, tool_use, tool_result are supported here, not 'document'.",
         ),
         (

@@ -1,6 +1,7 @@
 """Sampling parameters of a request. Names, defaults and meanings are vLLM's."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -98,7 +99,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.top_p == 0.0:
             raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.001, 1000.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, None)
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise _out_of_range("repetition_penalty", self.repetition_penalty, "above 0 and finite")
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.penalty_window is not None:

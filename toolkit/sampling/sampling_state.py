@@ -10,6 +10,8 @@ from toolkit.sampling.processor_rows import NO_PROCESSORS, Loaded, ProcessorRows
 from toolkit.sequence import SequenceSpec
 
 ALL_TOKENS = 2**31 - 1  # more than a context has
+MAX_REPETITION = 1e30
+"""Repetition penalty from which repeats are impossible; more would exceed fp32."""
 
 
 class SamplingState:
@@ -50,7 +52,7 @@ class SamplingState:
             p.temperature,
             p.top_p,
             p.min_p,
-            p.repetition_penalty,
+            min(max(p.repetition_penalty, 1 / MAX_REPETITION), MAX_REPETITION),
             p.presence_penalty,
             p.frequency_penalty,
         )

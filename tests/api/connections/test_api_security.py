@@ -78,10 +78,9 @@ def test_each_key_is_accepted(guarded: Server, key: str) -> None:
 )
 def test_other_keys_are_rejected(guarded: Server, key: str) -> None:
     headers = {"Authorization": f"Bearer {key}".encode()}
-    assert (
-        error(guarded.http.post(COMPLETIONS, json=SHORT, headers=headers), 401)["code"]
-        == "invalid_api_key"
-    )
+    answer = guarded.http.post(COMPLETIONS, json=SHORT, headers=headers)
+    assert error(answer, 401)["code"] == "invalid_api_key"
+    assert answer.headers["www-authenticate"] == "Bearer"
 
 
 def test_all_routes_but_probes_need_a_key(guarded: Server) -> None:

@@ -182,6 +182,19 @@ def test_bad_server_template_stops_the_start(
 # ---- the answer
 
 
+def test_message_of_the_assistant_is_continued(client: openai.OpenAI, reference: Reference) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": "It is"}]
+
+    def prompt(**more: object) -> str:
+        return reference.tokenizer.decode(prompt_of(client, turns, **more))
+
+    new_answer = reference.conversation(*turns)
+    continued = new_answer.removesuffix("<|end|><|assistant|>")
+    assert prompt() == prompt(continue_final_message=True) == continued
+    assert prompt(add_generation_prompt=True) == prompt(continue_final_message=False) == new_answer
+    assert prompt(add_generation_prompt=False) == continued + "<|end|>"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 def test_continued_message_can_be_echoed(
@@ -308,7 +321,7 @@ def test_unknown_fields_are_named_in_a_header(http: httpx.Client) -> None:
     assert answer.status_code == 200
     assert sorted(answer.headers["x-ignored-fields"].split(", ")) == [
         "%C3%BCnknown",
-        "messages.0.weight",
+        "messages[0].weight",
         "temprature",
     ]
     assert (
@@ -340,7 +353,7 @@ def test_many_unknown_fields_make_a_short_header(http: httpx.Client) -> None:
     ("extra", "param"),
     [
         ({"temprature": 1}, "temprature"),
-        ({"messages": [{**HELLO[0], "weight": 1}]}, "messages.0.weight"),
+        ({"messages": [{**HELLO[0], "weight": 1}]}, "messages[0].weight"),
         ({"stream": True, "stream_options": {"surprise": True}}, "stream_options.surprise"),
     ],
 )

@@ -357,6 +357,42 @@ def test_chat_prompt_is_truncated_too(client: openai.OpenAI) -> None:
 # ---- the reply
 
 
+@pytest.mark.parametrize("penalty", [1e4, 1e300])
+def test_a_huge_repetition_penalty_forbids_repeats(client: openai.OpenAI, penalty: float) -> None:
+    extra = forever(repetition_penalty=penalty, return_token_ids=True)
+    answer = client.completions.create(prompt=PROMPT, max_tokens=40, extra_body=extra, **GREEDY)
+    [choice] = answer.choices
+    tokens = [*set(choice.prompt_token_ids), *choice.token_ids]
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_logprobs_name_tokens_by_id_on_request(client: openai.OpenAI) -> None:
+    extra = forever(return_tokens_as_token_ids=True, return_token_ids=True)
+    asked: dict[str, Any] = {"max_tokens": 3, "extra_body": extra, **GREEDY}
+    [choice] = client.completions.create(prompt=PROMPT, logprobs=2, **asked).choices
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    assert all(name.startswith("token_id:") for top in choice.logprobs.top_logprobs for name in top)
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    [chat] = client.chat.completions.create(
+        messages=messages, logprobs=True, top_logprobs=1, **asked
+    ).choices
+    names = [one.token for one in chat.logprobs.content]
+    assert names == [f"token_id:{token}" for token in chat.token_ids]
+    assert names == [one.top_logprobs[0].token for one in chat.logprobs.content]
+
+
+def test_fingerprint_is_that_of_the_server(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"max_tokens": 1, **GREEDY}
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    answers = [
+        client.completions.create(prompt=PROMPT, **asked),
+        client.chat.completions.create(messages=messages, **asked),
+        *client.chat.completions.create(messages=messages, stream=True, **asked),
+    ]
+    [fingerprint] = {answer.system_fingerprint for answer in answers}
+    assert fingerprint.startswith("fp_")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_are_returned_on_request(
     client: openai.OpenAI, reference: Reference, stream: bool

@@ -186,7 +186,7 @@ def test_long_text_is_refused_or_truncated_on_request(minilm, sentences):
     [
         ({}, "input", "missing"),
         ({"input": []}, "input", "empty"),
-        ({"input": [["a"]]}, "input.0.0", "valid"),
+        ({"input": [["a"]]}, "input[0][0]", "valid"),
         ({"input": [[1, 30522]]}, "input", "0 to 30521"),
         ({"input": [[1], [-1]]}, "input[1]", "0 to 30521"),
         ({"input": [[1], []]}, "input[1]", "empty"),

@@ -152,6 +152,7 @@ def test_chat_has_reasoning_and_content(served: Server) -> None:
     choice = chat(served, ANSWER)
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Cold.")
+    assert message["reasoning"] == "Hm."
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] is None
 

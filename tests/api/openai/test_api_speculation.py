@@ -65,8 +65,8 @@ def test_a_request_can_turn_drafts_off(two_workers: Server) -> None:
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"num_speculative_tokens": "many"}, "num_speculative_tokens"),
         ({"prediction": "text"}, "prediction"),
-        ({"prediction": {"type": "other", "content": "text"}}, "prediction"),
-        ({"prediction": {"type": "content", "content": 5}}, "prediction"),
+        ({"prediction": {"type": "other", "content": "text"}}, "prediction.type"),
+        ({"prediction": {"type": "content", "content": 5}}, "prediction.content"),
     ],
     ids=str,
 )

@@ -549,7 +549,7 @@ def test_answer_without_reasoning_is_content(ai):
         ),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "'none', 'auto' or 'required'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
-        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "'function'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type", "'function'"),
         ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice", "no tool"),
         (
             {"tools": TOOLS, "tool_choice": allowed("auto", "now", "other")},
@@ -558,7 +558,7 @@ def test_answer_without_reasoning_is_content(ai):
         ),
         (
             {"tools": TOOLS, "tool_choice": allowed("maybe", "now")},
-            "tool_choice",
+            "tool_choice.allowed_tools.mode",
             "'auto' or 'required'",
         ),
         (
@@ -566,6 +566,7 @@ def test_answer_without_reasoning_is_content(ai):
             "tool_choice.allowed_tools",
             "missing",
         ),
+        ({"tools": []}, "tools", "empty array"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions named 'weather'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "pattern"),
         (

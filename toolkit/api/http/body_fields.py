@@ -22,6 +22,7 @@ from pydantic import (
 from starlette.responses import Response
 
 from toolkit.api.http.client_fields import ACCEPTED, NO_EFFECT
+from toolkit.api.http.error_bodies import join
 from toolkit.errors import InvalidRequestError
 
 T = TypeVar("T")
@@ -166,28 +167,28 @@ def check_fields(request: Request, body: Body, *, strict: bool) -> None:
         raise InvalidRequestError(
             f"{names[0]!r} is not a supported parameter.", param=names[0][:256]
         )
-    shown = [quote(name[:64], safe="._-") for name in names[:_MAX_NAMES]]
+    shown = [quote(name[:64], safe="._-[]") for name in names[:_MAX_NAMES]]
     request.state.ignored_fields = ", ".join(shown + (["..."] if len(names) > _MAX_NAMES else []))
 
 
 def unknown_fields(body: Body, prefix: str = "") -> Iterator[str]:
-    """Yield paths of unknown fields that are not null, such as "messages.1.weight".
+    """Yield paths of unknown fields that are not null, such as "messages[1].weight".
 
     Raises InvalidRequestError for a refused field."""
     for name, value in (body.model_extra or {}).items():
         reason = body.refused_fields.get(name)
         if reason is None:
             if value is not None and name not in ACCEPTED:
-                yield prefix + name
+                yield join(prefix, name)
         elif value not in NO_EFFECT:
-            path = prefix + name
+            path = join(prefix, name)
             raise InvalidRequestError(f"{path} is not supported: {reason}.", param=path)
     for name in body.model_fields_set:
         value = getattr(body, name)
         if isinstance(value, Body):
-            yield from unknown_fields(value, f"{prefix}{name}.")
+            yield from unknown_fields(value, join(prefix, name))
         # Skip token ids, which are many.
         elif isinstance(value, list) and value and not isinstance(value[0], int):
             for index, one in enumerate(value):
                 if isinstance(one, Body):
-                    yield from unknown_fields(one, f"{prefix}{name}.{index}.")
+                    yield from unknown_fields(one, join(join(prefix, name), index))

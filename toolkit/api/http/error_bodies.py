@@ -1,5 +1,6 @@
 """Error responses, in the format of OpenAI's, Anthropic's or Ollama's interface."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from starlette.types import Scope
 
 from toolkit.errors import ContextLengthError, InvalidRequestError, ToolkitError
 
+_NAME = re.compile(r"[\w-]{1,256}", re.ASCII)
 OLLAMA_PATHS = "/api/"  # how the paths of Ollama's interface begin
 
 
@@ -105,9 +107,12 @@ def error_response(error: Exception, scope: Scope) -> Response:
         body = ollama_error(error)
     else:
         body = error_body(error)
-    retry_after = getattr(error, "retry_after", None)
-    headers = {"Retry-After": str(retry_after)} if retry_after is not None else None
-    return Response(body, status_of(error), headers, "application/json")
+    headers = {}
+    if (retry_after := getattr(error, "retry_after", None)) is not None:
+        headers["Retry-After"] = str(retry_after)
+    if (status := status_of(error)) == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(body, status, headers, "application/json")
 
 
 def unreadable(error: BaseException | None) -> InvalidRequestError | None:
@@ -126,19 +131,23 @@ def unreadable(error: BaseException | None) -> InvalidRequestError | None:
     return None
 
 
+def join(path: str, part: str | int) -> str:
+    """Return the path of a field or of an item of a list, such as `messages[1].content`."""
+    if isinstance(part, int):
+        return f"{path}[{part}]"
+    return f"{path}.{part}" if path else part
+
+
 def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
     """Convert pydantic's errors into one message, about the first."""
     first = errors[0]
     kind = first["type"]
     message = str(first["ctx"]["error"] if kind == "value_error" else first["msg"])
     location = [part for part in first.get("loc") or () if not str(part).startswith("(")]
-    if kind in ("extra_forbidden", "missing"):
-        path = [str(part) for part in location if part != "body"]
-    else:
-        # The branches of a union are in the location, too. Keep the parameter and its index.
-        path = [str(part) for part in location if part != "body"][:1]
-        path += [str(part) for part in location[2:] if isinstance(part, int)]
-    name = ".".join(path)
+    name = ""
+    for part in location[1:] if location[:1] == ["body"] else location:
+        if isinstance(part, int) or _NAME.fullmatch(part):  # others are branches of unions
+            name = join(name, part)
     if kind == "json_invalid":
         problem = str(first.get("ctx", {}).get("error", message)).removesuffix(" at")
         return InvalidRequestError(

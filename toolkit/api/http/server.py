@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 
+import msgspec
 from starlette.requests import Request
 
 from toolkit.api.http.body_fields import RequestBody, check_fields
@@ -20,6 +23,7 @@ from toolkit.metrics import Metrics
 from toolkit.metrics.shared import SharedReading
 from toolkit.sequence import Adapter
 from toolkit.text.template_pool import TemplatePool
+from toolkit.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class QueueLimits:
     tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ServedModel:
     """An engine, and the names of its model."""
 
@@ -42,6 +46,12 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies what decides the text for a seed: tk's version, model, settings, device."""
+        facts = (__version__, asdict(self.engine.config), msgspec.to_builtins(self.engine.info))
+        return f"fp_{hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()}"
 
     def has_name(self, name: str) -> bool:
         """Return True for a name of the model itself, not of an adapter."""

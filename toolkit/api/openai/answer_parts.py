@@ -201,7 +201,10 @@ class AnswerParser:
             texts[part.kind].append(part.text)
         content, reasoning = "".join(texts["text"]), "".join(texts["reasoning"])
         return ChatDelta(
-            content=content or None, reasoning_content=reasoning or None, tool_calls=calls or None
+            content=content or None,
+            reasoning_content=reasoning or None,
+            reasoning=reasoning or None,
+            tool_calls=calls or None,
         )
 
     def message(
@@ -213,7 +216,7 @@ class AnswerParser:
             "assistant", delta.content if delta.tool_calls else delta.content or ""
         )
         if delta.reasoning_content is not None:
-            message.reasoning_content = delta.reasoning_content
+            message.reasoning_content = message.reasoning = delta.reasoning_content
         if delta.tool_calls is not None:
             message.tool_calls = [
                 ToolCallMessage(call.id or "", call.function or FunctionCall())

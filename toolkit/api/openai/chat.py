@@ -50,15 +50,19 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     asked = body.to_conversation(target.engine.default_sampling)
     answer = await start_answer(target, asked, request, request_id)
     group, tokenizer, plan = answer.group, answer.tokenizer, answer.plan
-    top = answer.params.logprobs or 0
-    head = {"id": request_id, "created": int(time.time()), "model": target.name}
+    head = {
+        "id": request_id,
+        "created": int(time.time()),
+        "model": target.name,
+        "system_fingerprint": target.model.fingerprint,
+    }
     if body.stream:
         head["object"] = "chat.completion.chunk"
-        events = _events(group, head, tokenizer, top, body, plan)
+        events = _events(group, head, tokenizer, body, plan)
         return EventStream(events, group.close, target.server.config.sse_keep_alive)
     try:
         head["object"] = "chat.completion"
-        done = await while_connected(request, _collect(group, head, tokenizer, top, body, plan))
+        done = await while_connected(request, _collect(group, head, tokenizer, body, plan))
     finally:
         group.close()
     return Response(msgspec.json.encode(done), media_type="application/json")
@@ -68,11 +72,11 @@ async def _events(
     group: AnswerGroup,
     head: dict[str, Any],
     tokenizer: Tokenizer,
-    top: int,
     body: ChatRequest,
     plan: AnswerPlan,
 ) -> AsyncGenerator[bytes, None]:
     usage = None if body.has_final_usage else msgspec.UNSET
+    top, name_of = body.top_logprobs or 0, body.token_namer(tokenizer)
     is_continuous = body.has_continuous_usage
 
     def chunk(choice: ChatChunkChoice) -> ChatChunk:
@@ -100,7 +104,8 @@ async def _events(
                 index, ChatDelta(content=delta.text) if parsers is None else parsed
             )
             if delta.logprobs:
-                choice.logprobs = ChatLogprobs(token_logprobs(delta.logprobs, tokenizer, top))
+                logprobs = token_logprobs(delta.logprobs, tokenizer, top, name_of)
+                choice.logprobs = ChatLogprobs(logprobs)
             if body.return_token_ids:
                 choice.token_ids = delta.token_ids
             yield event(chunk(choice))
@@ -118,7 +123,6 @@ async def _collect(
     group: AnswerGroup,
     head: dict[str, Any],
     tokenizer: Tokenizer,
-    top: int,
     body: ChatRequest,
     plan: AnswerPlan,
 ) -> ChatCompletion:
@@ -126,13 +130,14 @@ async def _collect(
     texts: list[list[str]] = [[] for _ in choices]
     token_ids: list[list[int]] = [[] for _ in choices]
     prompt_logprobs: list[dict[str, Any] | None] = []
+    top, name_of = body.top_logprobs or 0, body.token_namer(tokenizer)
     async for index, delta in group.deltas():
         choice = choices[index]
         texts[index].append(delta.text)
         token_ids[index] += delta.token_ids
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs or ChatLogprobs([])
-            choice.logprobs.content += token_logprobs(delta.logprobs, tokenizer, top)
+            choice.logprobs.content += token_logprobs(delta.logprobs, tokenizer, top, name_of)
         if delta.prompt_logprobs is not None:
             prompt_logprobs += prompt_logprobs_json(delta.prompt_logprobs)
         if delta.finish_reason is not None:

@@ -47,6 +47,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         "object": "text_completion",
         "created": int(time.time()),
         "model": target.name,
+        "system_fingerprint": target.model.fingerprint,
     }
     params = body.params(target.engine.default_sampling)
     if (beams := body.beams()) is not None:
@@ -132,6 +133,7 @@ class _ChoiceBuilder:
             LogprobList(tokenizer) for _ in group.streams
         ]
         self._group, self._body, self._tokenizer = group, body, tokenizer
+        self._name_of = body.token_namer(tokenizer)
         self._has_begun = [False] * self.num_choices
         self._text_streams = [self._text_stream() for _ in range(self.num_choices)]
         self._offsets = [0] * self.num_choices  # of the next token
@@ -237,9 +239,6 @@ class _ChoiceBuilder:
             offsets.append(self._offsets[choice] + before)
             self._offsets[choice] += len(added)
         return offsets
-
-    def _name_of(self, token: int) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.token_names[token]
 
 
 def _bound_offsets(choice: CompletionChoice, length: int) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -175,16 +175,22 @@ def prompt_logprobs_json(
 
 
 def token_logprobs(
-    positions: LogprobList[PositionLogprobs], tokenizer: Tokenizer, top: int
+    positions: LogprobList[PositionLogprobs],
+    tokenizer: Tokenizer,
+    top: int,
+    name_of: Callable[[int], str] | None = None,
 ) -> list[TokenLogprob]:
-    """Return each chosen token and the `top` likeliest, which may include the chosen one."""
-    names, byte_lists = tokenizer.token_names, tokenizer.byte_lists
+    """Return each chosen token and the `top` likeliest, which may include the chosen one.
+
+    `name_of` names a token, instead of its text."""
+    name_of = name_of or tokenizer.token_names.__getitem__
+    byte_lists = tokenizer.byte_lists
     found = []
     for record in positions.records():
         (rank, token, logprob), shown = record[:3], record[3 : 3 + 2 * top]
-        name, as_bytes = names[token], byte_lists[token]
+        name, as_bytes = name_of(token), byte_lists[token]
         likeliest = [
-            TopLogprob(names[other], value, byte_lists[other])
+            TopLogprob(name_of(other), value, byte_lists[other])
             for other, value in zip(shown[::2], shown[1::2], strict=True)
         ]
         if rank <= top and shown[0] != token:  # among equally likely ones, the chosen is first

@@ -52,6 +52,7 @@ class Completion(msgspec.Struct):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -79,6 +80,7 @@ class AssistantMessage(msgspec.Struct):
     content: str | None
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET  # the same, for clients that read this name
     tool_calls: list[ToolCallMessage] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -96,6 +98,7 @@ class ChatCompletion(msgspec.Struct):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
@@ -106,6 +109,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same
     tool_calls: list[ToolCallDelta] | None = None
 
 
@@ -122,6 +126,7 @@ class ChatChunk(msgspec.Struct):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

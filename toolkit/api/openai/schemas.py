@@ -1,6 +1,6 @@
 """Requests for completions and chats, as pydantic models: they validate, and document the API."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -39,6 +39,7 @@ from toolkit.engine.front.picture_places import content_of, require_picture_role
 from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
+from toolkit.text.tokenizer import Tokenizer
 
 Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # range of the engine's arrays and messages
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -114,6 +115,9 @@ class SamplingFields(RequestBody):
     return_token_ids: bool = Field(
         False, description="Also return the token ids of the prompt and the answer"
     )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Name the tokens of log-probabilities by their ids, as token_id:N"
+    )
     best_of: int | None = Field(
         None,
         description="Return the n likeliest of so many answers; not for streams. Number of beams "
@@ -176,6 +180,12 @@ class SamplingFields(RequestBody):
             structured_outputs=resolve_constraint(self.response_format, self.structured_outputs),
             extra_args=self.vllm_xargs or None,
         )
+
+    def token_namer(self, tokenizer: Tokenizer | None) -> Callable[[int], str]:
+        """Return a function from a token id to its name in log-probabilities."""
+        if self.return_tokens_as_token_ids:
+            return "token_id:{}".format
+        return (lambda _: "") if tokenizer is None else tokenizer.token_names.__getitem__
 
     @property
     def is_prompt_only(self) -> bool:
@@ -435,6 +445,7 @@ class ChatMessage(Body):
     reasoning_content: Text | None = Field(
         None, description="The assistant's reasoning; many templates leave it out"
     )
+    reasoning: Text | None = Field(None, description="Another name of reasoning_content")
 
     def to_template(self) -> dict[str, Any]:
         """Leave empty fields out. The content is text, or parts if it has pictures.
@@ -448,9 +459,11 @@ class ChatMessage(Body):
             if self.content is None and not content:
                 message["content"] = None
             message["tool_calls"] = [call.to_template() for call in self.tool_calls]
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        for name in ("name", "tool_call_id"):
             if getattr(self, name):
                 message[name] = getattr(self, name)
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
         return message
 
     def pictures(self, place: str) -> Iterator[PictureUrl]:
@@ -497,8 +510,14 @@ class ChatRequest(SamplingFields):
         "answer is calls with valid arguments, which stop and stop_token_ids do not cut",
     )
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer")
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool = Field(
+        True, description="Begin a new answer, also after a message of the assistant"
+    )
+    continue_final_message: bool = Field(
+        False,
+        description="Continue the last message. Default: true if it is the assistant's, has no "
+        "calls, and add_generation_prompt is left out",
+    )
     chat_template: Text | None = Field(
         None,
         max_length=65536,
@@ -567,6 +586,12 @@ class ChatRequest(SamplingFields):
 
     def tool_use(self) -> ToolUse:
         """Raises InvalidRequestError for a tool_choice that does not match the tools."""
+        if self.tools == []:
+            raise InvalidRequestError(
+                "tools is an empty array. Name at least one tool, or leave it out.",
+                param="tools",
+                code="empty_array",
+            )
         choice, names, is_named = self.tool_choice, None, False
         mode = choice if isinstance(choice, str) else None
         if isinstance(choice, NamedTool):
@@ -620,10 +645,17 @@ class ChatRequest(SamplingFields):
             reasoning_options(self.reasoning_effort)
             | given
             | end_options(
-                self.add_generation_prompt and not self.continue_final_message,
-                continued=self.continue_final_message,
+                self.add_generation_prompt and not self._is_continued, continued=self._is_continued
             )
         )
+
+    @property
+    def _is_continued(self) -> bool:
+        """True if the answer continues the last message."""
+        if {"add_generation_prompt", "continue_final_message"} & self.model_fields_set:
+            return self.continue_final_message
+        last = self.messages[-1] if self.messages else None
+        return last is not None and last.role == "assistant" and not last.tool_calls
 
 
 def reasoning_options(effort: str | None) -> dict[str, Any]:

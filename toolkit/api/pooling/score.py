@@ -1,13 +1,23 @@
 """POST /v1/score and /v1/rerank, with the fields of vLLM, and of Jina's and Cohere's rerankers."""
 
 import time
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
-from toolkit.api.http.body_fields import Body, RequestBody, Route, Text
+from toolkit.api.http.body_fields import (
+    BY_KIND,
+    FAIL_FAST,
+    LIST,
+    TEXT,
+    Body,
+    RequestBody,
+    Route,
+    Text,
+)
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import target_of
@@ -26,6 +36,12 @@ _TRUNCATE = Field(None, description=TRUNCATE_DESCRIPTION)
 _PRIORITY = Field(0, description="With --scheduling-policy priority, the lowest value runs first")
 
 
+Texts = Annotated[
+    Annotated[Text, TEXT] | Annotated[list[Text], FAIL_FAST, LIST],
+    BY_KIND,
+]
+
+
 class ScoreRequest(RequestBody):
     """POST /v1/score."""
 
@@ -40,14 +56,20 @@ class ScoreRequest(RequestBody):
     )
 
     model: str | None = None
-    text_1: Text | list[Text] = Field(description="One text for all of text_2, or one per text")
-    text_2: Text | list[Text]
+    text_1: Texts = Field(description="One text for all of text_2, or one per text")
+    text_2: Texts
     truncate_prompt_tokens: Int | None = _TRUNCATE
     priority: Int = _PRIORITY
 
 
 class RerankDocument(Body):
     text: Text
+
+
+Document = Annotated[
+    Annotated[Text, TEXT] | Annotated[RerankDocument, Tag("(object)")],
+    Discriminator(lambda value: TEXT.tag if isinstance(value, str) else "(object)"),
+]
 
 
 class RerankRequest(RequestBody):
@@ -66,7 +88,7 @@ class RerankRequest(RequestBody):
 
     model: str | None = None
     query: Text
-    documents: list[Text | RerankDocument]
+    documents: Annotated[list[Document], FAIL_FAST]
     top_n: Int | None = Field(None, description="Number of best documents to return; default: all")
     return_documents: bool = Field(True, description="Return the text of each document")
     truncate_prompt_tokens: Int | None = _TRUNCATE
