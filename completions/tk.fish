@@ -97,7 +97,7 @@ complete -c tk -n "__tk_at 'tk serve'" -l trust-request-chat-template -d 'Allow 
 complete -c tk -n "__tk_at 'tk serve'" -l no-trust-request-chat-template -d 'Allow requests with their own chat template'
 complete -c tk -n "__tk_at 'tk serve'" -l allow-special-tokens-in-messages -d 'Parse special tokens in the text of chat messages'
 complete -c tk -n "__tk_at 'tk serve'" -l no-allow-special-tokens-in-messages -d 'Parse special tokens in the text of chat messages'
-complete -c tk -n "__tk_at 'tk serve'" -l tool-call-parser -x -d 'Format of the model\'s tool calls: hermes, llama3_json, mistral, openai, none, or a plug-in\'s'
+complete -c tk -n "__tk_at 'tk serve'" -l tool-call-parser -x -d 'Format of the model\'s tool calls: hermes, llama3_json, mistral, openai, generic, none, or a plug-in\'s'
 complete -c tk -n "__tk_at 'tk serve'" -l reasoning-parser -x -d 'Return the model\'s reasoning separately, as reasoning_content'
 complete -c tk -n "__tk_at 'tk serve'" -l sse-keep-alive -x -d 'Seconds after which an idle stream sends a comment, so that proxies keep it'
 complete -c tk -n "__tk_at 'tk serve'" -l metrics-prefix -x -d 'Prefix of every metric\'s name'

@@ -496,7 +496,7 @@ def test_models_are_listed(client: ollama.Client) -> None:
 
 def test_model_is_shown(client: ollama.Client, caller: ollama.Client, http: httpx.Client) -> None:
     shown = client.show("tiny")
-    assert shown.capabilities == ["completion"]
+    assert shown.capabilities == ["completion", "tools"]
     assert shown.modelinfo["general.architecture"] == "llama"
     assert shown.modelinfo["llama.context_length"] == CONTEXT
     assert "<|assistant|>" in shown.template

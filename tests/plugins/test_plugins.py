@@ -177,8 +177,8 @@ def test_broken_files_are_errors(tmp_path: Path, text: str | None, message: str)
     [
         (
             {"tool_call_parser": "hermess"},
-            r"--tool-call-parser must be one of auto, none, hermes, llama3_json, mistral, openai, "
-            r"at; got 'hermess'\. Did you mean hermes\?",
+            r"--tool-call-parser must be one of auto, none, hermes, llama3_json, mistral, "
+            r"openai, generic, at; got 'hermess'\. Did you mean hermes\?",
         ),
         (
             {"reasoning_parser": "x"},

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from toolkit.api.openai.answer_parts import AnswerParser, AnswerPlan
 from toolkit.api.openai.tools import CalledFunction, Tool, ToolCall
+from toolkit.text.generic_tools import GenericFormat
 from toolkit.text.harmony import HarmonyFormat
 from toolkit.text.parsers import TOOL_FORMATS, detect_format
 from toolkit.text.reasoning import ReasoningFormat
@@ -23,6 +24,7 @@ from toolkit.text.tool_formats import (
 
 PARIS = '{"city": "Paris", "days": [1, 2]}'
 TRICKY = r'{"text": "a \"}\" and \\", "more": {"b": [{}, "]"]}}'
+GENERIC_CALL = f'{{"name": "weather", "arguments": {PARIS}}}'
 HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
 
 ANSWERS: list[tuple[type[ToolFormat], str, str, list[tuple[str, str]]]] = [
@@ -97,6 +99,18 @@ ANSWERS: list[tuple[type[ToolFormat], str, str, list[tuple[str, str]]]] = [
     (MistralFormat, f"[TOOL_CALLS]weather{PARIS}", "", [("weather", PARIS)]),
     (MistralFormat, "[TOOL_CALLS] nothing here", "[TOOL_CALLS] nothing here", []),
     (MistralFormat, "a [TOOL", "a [TOOL", []),
+    (GenericFormat, GENERIC_CALL, "", [("weather", PARIS)]),
+    (GenericFormat, f"{GENERIC_CALL}\n\n{GENERIC_CALL}\n", "", [("weather", PARIS)] * 2),
+    (GenericFormat, f"I look.\n\n {GENERIC_CALL}", "I look.", [("weather", PARIS)]),
+    (GenericFormat, f"I:\n```json\n{GENERIC_CALL}\n```\n", "I:", [("weather", PARIS)]),
+    (GenericFormat, f"```\n[{GENERIC_CALL},\n{GENERIC_CALL}]\n```", "", [("weather", PARIS)] * 2),
+    (GenericFormat, f"<tool_call>\n{GENERIC_CALL}\n</tool_call> So", "So", [("weather", PARIS)]),
+    (GenericFormat, '{"name": "note"}', "", [("note", "{}")]),
+    (GenericFormat, f"Say {GENERIC_CALL} then.", f"Say {GENERIC_CALL} then.", []),
+    (GenericFormat, '```json\n{"name": "Bob"}\n```\n', '```json\n{"name": "Bob"}\n```\n', []),
+    (GenericFormat, "int f()\n{\n  return 1;\n}\n", "int f()\n{\n  return 1;\n}\n", []),
+    (GenericFormat, "[1, 2]\n``\n <tool", "[1, 2]\n``\n <tool", []),
+    (GenericFormat, " \n", " \n", []),
 ]
 
 

@@ -165,8 +165,9 @@ class ServerConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        "Format of the model's tool calls: hermes, llama3_json, mistral, openai, none, or a "
-        "plug-in's. auto: detect it from the chat template.",
+        "Format of the model's tool calls: hermes, llama3_json, mistral, openai, generic, none, or "
+        "a plug-in's. generic describes the tools in the system message, for any model. auto: "
+        "detect it from the chat template, else generic.",
         metavar="FORMAT",
     )
     reasoning_parser: str = option(

@@ -222,7 +222,7 @@ def _shape(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _tool_support(template: str) -> str:
-    return "supports tools" if "tools" in template else "no tools"
+    return "supports tools" if "tools" in template else "tools are described in messages"
 
 
 def _files(checkpoint: Checkpoint) -> str:

@@ -144,6 +144,19 @@ def _loses_texts(template: str) -> bool:
     return _PROBE not in texts[0] and _PROBE in texts[1]
 
 
+@functools.lru_cache(maxsize=8)
+def has_system(template: str) -> bool:
+    """Return True if a template writes a system message."""
+    messages = [{"role": role, "content": f"{_PROBE} {role}"} for role in ("system", "user")]
+    if _loses_texts(template):
+        messages = [_in_parts(message) for message in messages]
+    variables = {"messages": messages, "tools": None, "add_generation_prompt": True}
+    try:
+        return f"{_PROBE} system" in run(_compiled(template), variables)
+    except Exception:  # the template refuses the role, as Gemma's
+        return False
+
+
 def _in_parts(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, str):

@@ -8,6 +8,7 @@ from toolkit import plugins
 from toolkit.config import ServerConfig
 from toolkit.errors import ConfigError
 from toolkit.plugins import Group
+from toolkit.text.generic_tools import GenericFormat
 from toolkit.text.harmony import HarmonyFormat, is_harmony
 from toolkit.text.reasoning import DeepSeekR1Format, Reasoning, ReasoningFormat
 from toolkit.text.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "llama3_json": Llama3Format,
     "mistral": MistralFormat,
     "openai": HarmonyFormat,
+    "generic": GenericFormat,
 }
 REASONING_FORMATS: dict[str, type[ReasoningFormat | HarmonyFormat]] = {
     "qwen3": ReasoningFormat,
@@ -94,9 +96,17 @@ class Parsers:
         return cls(None, False, None, HarmonyFormat, False)
 
     def tool_format_for(self, template: str) -> type[ToolFormat] | None:
-        """Return the format of the calls that a chat template asks the model for, if known."""
-        name = detect_format(template) if self.detects_tool_format else None
-        return self.tool_format if name is None else TOOL_FORMATS[name]
+        """Return the format of calls with a chat template; None: --tool-call-parser is none.
+
+        If the template asks for none that is known, it is GenericFormat."""
+        if not self.detects_tool_format:
+            return self.tool_format
+        name = detect_format(template) if "tools" in template else None
+        return TOOL_FORMATS[name or "generic"]
+
+    def shows_tools(self, template: str) -> bool:
+        """Return True if the model sees tools: in its chat template, or in the text of messages."""
+        return "tools" in template or self.tool_format_for(template) is GenericFormat
 
     def harmony_for(self, template: str) -> type[HarmonyFormat] | None:
         """Return the format of complete answers; None: reasoning and calls have their own."""

@@ -70,7 +70,7 @@ class EndError(Exception):
     """The answer has ended."""
 
 
-class _NoCallError(Exception):
+class NoCallError(Exception):
     """Text that looked like a call is not one."""
 
 
@@ -234,7 +234,7 @@ class ToolFormat(abc.ABC):
             self._candidate = self._at
         try:
             yield from self._members()
-        except _NoCallError:
+        except NoCallError:
             if self._candidate is not None:
                 self._emit(self._text[self._candidate : self._at])
                 self._candidate = None
@@ -245,7 +245,7 @@ class ToolFormat(abc.ABC):
         name, index = None, None
         early_arguments: list[str] = []  # they came before the name
         if not (yield from self._skip("{")):
-            raise _NoCallError
+            raise NoCallError
         while True:
             yield from self._skip_space()
             if (yield from self._skip("}")):
@@ -255,7 +255,7 @@ class ToolFormat(abc.ABC):
             key = yield from self._string()
             yield from self._skip_space()
             if not (yield from self._skip(":")):
-                raise _NoCallError
+                raise NoCallError
             yield from self._skip_space()
             if key == "name" and name is None:
                 name = yield from self._string()
@@ -269,7 +269,7 @@ class ToolFormat(abc.ABC):
             else:
                 yield from self._value(lambda character: None)
         if name is None:
-            raise _NoCallError
+            raise NoCallError
         if index is None:
             index = self._begin(name)
             self._emit(arguments_object("".join(early_arguments)), index)
@@ -307,7 +307,7 @@ class ToolFormat(abc.ABC):
         self.is_within_arguments = False
 
     def _check_name(self, name: str) -> None:  # noqa: B027  # most formats accept any name
-        """Raises _NoCallError for the name of an object that is not a call."""
+        """Raises NoCallError for the name of an object that is not a call."""
 
     def _string(self) -> Generator[None, None, str]:
         characters: list[str] = []
@@ -315,9 +315,9 @@ class ToolFormat(abc.ABC):
         try:
             value = json.loads("".join(characters), strict=False)
         except (ValueError, RecursionError):
-            raise _NoCallError from None
+            raise NoCallError from None
         if not isinstance(value, str):
-            raise _NoCallError
+            raise NoCallError
         return value
 
     def _value(self, emit: Callable[[str], None]) -> Steps:
@@ -334,7 +334,7 @@ class ToolFormat(abc.ABC):
                 depth += 1
             elif depth == 0 and (character in ",:}]" or character.isspace()):
                 if empty:
-                    raise _NoCallError
+                    raise NoCallError
                 return
             elif character in "}]":
                 depth -= 1
@@ -354,7 +354,7 @@ class HermesFormat(ToolFormat):
     def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         more = f' ("\\n" call){{0,{MAX_PARALLEL - 1}}}' if parallel else ""
         rules = f'calls: call{more}\ncall: "<tool_call>\\n" object "\\n</tool_call>"'
-        return f"{rules}\n{_objects(tools, 'arguments')}"
+        return f"{rules}\n{object_rules(tools, 'arguments')}"
 
     def _read(self) -> Steps:
         while self._parallel or not self.num_calls:
@@ -375,7 +375,7 @@ class Llama3Format(ToolFormat):
     @classmethod
     def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         more = f' ("; " object){{0,{MAX_PARALLEL - 1}}}' if parallel else ""
-        return f"calls: object{more}\n{_objects(tools, 'parameters')}"
+        return f"calls: object{more}\n{object_rules(tools, 'parameters')}"
 
     def _read(self) -> Steps:
         self._candidate = 0
@@ -400,7 +400,7 @@ class Llama3Format(ToolFormat):
 
     def _check_name(self, name: str) -> None:
         if name not in self._names:  # the answer may be JSON that is not a call
-            raise _NoCallError
+            raise NoCallError
 
     def _may_become_call(self, rest: str) -> bool:
         text = "".join(rest.split())
@@ -424,7 +424,7 @@ class MistralFormat(ToolFormat):
     @classmethod
     def grammar(cls, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         more = f' (", " object){{0,{MAX_PARALLEL - 1}}}' if parallel else ""
-        return f'calls: "[TOOL_CALLS][" object{more} "]"\n{_objects(tools, "arguments")}'
+        return f'calls: "[TOOL_CALLS][" object{more} "]"\n{object_rules(tools, "arguments")}'
 
     def _read(self) -> Steps:
         while self._parallel or not self.num_calls:
@@ -485,7 +485,7 @@ def partial_marker_size(text: str, marker: str) -> int:
     return 0
 
 
-def _objects(tools: Sequence[ToolSpec], arguments: str) -> str:
+def object_rules(tools: Sequence[ToolSpec], arguments: str) -> str:
     """Return Lark rules. Their rule `object` is a call of one tool."""
     rules = ["object: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,6 +178,56 @@ def test_bad_server_template_stops_the_start(
     assert "line 1" in ended.stderr
     with pytest.raises(ConfigError, match=r"--chat-template .* 'nowhere\.jinja' cannot be read"):
         load_tokenizer(model, "nowhere.jinja")
+
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Looks outside",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}},
+    },
+}
+
+
+def test_tools_are_described_where_the_template_has_no_place(
+    client: openai.OpenAI, reference: Reference
+) -> None:
+    call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        *HELLO,
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "c", "content": "Sun"},
+        {"role": "user", "content": "And now?"},
+    ]
+    prompt = reference.tokenizer.decode(prompt_of(client, turns, tools=[TOOL]))
+    system, _, history = prompt.partition("<|end|>")
+    assert system.startswith("<|user|>Be brief.\n\nYou can call functions.")
+    assert json.dumps(TOOL["function"]) in system
+    assert history == reference.conversation(
+        *HELLO,
+        {"role": "assistant", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+        {"role": "user", "content": "Result of weather:\nSun\n\nAnd now?"},
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_is_parsed_where_the_template_has_no_place_for_tools(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    asked: Any = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "max_tokens": 99}
+    asked |= {"model": "tiny", "parallel_tool_calls": False}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            done = events.get_final_completion()
+    else:
+        done = client.chat.completions.create(**asked)
+    [choice] = done.choices
+    assert (choice.finish_reason, choice.message.content or "") == ("tool_calls", "")
+    [call] = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments).get("city", "Oslo") == "Oslo"
 
 
 # ---- the answer

@@ -139,8 +139,6 @@ def test_finished_answer_is_completed(http: httpx.Client) -> None:
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"input": "x", "tools": [{"type": "function", "name": "f"}] * 200}, "tools"),
-        # The template has no place for tools.
-        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "tool_choice": "maybe"}, "tool_choice"),
         ({"input": "x", "tool_choice": {"type": "function"}}, "tool_choice.name"),

@@ -627,9 +627,3 @@ def test_unfollowable_constraint_is_a_client_error(served, path, options, words)
     for error in (answer.json()["error"], event["error"]):
         assert error["type"] == "invalid_request_error"
         assert words in error["message"]
-
-
-def test_tools_need_a_template_with_a_place_for_them(server):
-    answer = server.http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-    assert "chat template" in answer.json()["error"]["message"]

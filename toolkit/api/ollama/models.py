@@ -199,9 +199,8 @@ def _capabilities(target: Target) -> list[str]:
     template = "" if tokenizer is None else tokenizer.chat_template_text
     parsers = target.server.plugins.parsers
     is_harmony = parsers.harmony_for(template) is not None
-    has_tools = is_harmony or (
-        "tools" in template and parsers.tool_format_for(template) is not None
-    )
+    is_parsed = parsers.tool_format_for(template) is not None
+    has_tools = is_harmony or bool(template and is_parsed and parsers.shows_tools(template))
     found = {
         "completion": info.generates,
         "vision": info.sight is not None,

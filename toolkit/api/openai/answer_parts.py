@@ -24,10 +24,11 @@ from toolkit.sampling.structured_outputs import (
     prepared,
     regex_rule,
 )
+from toolkit.text.generic_tools import GenericFormat
 from toolkit.text.parsers import Parsers
 from toolkit.text.reasoning import Reasoning, ReasoningFormat
 from toolkit.text.tokenizer import Tokenizer
-from toolkit.text.tool_formats import Llama3Format, ToolFormat, ToolText
+from toolkit.text.tool_formats import ToolFormat, ToolText
 
 if TYPE_CHECKING:
     from typing import Any, Literal
@@ -69,14 +70,8 @@ class AnswerPlan:
         tokenizer: Tokenizer,
         parsers: Parsers,
     ) -> AnswerPlan:
-        """Raises InvalidRequestError if the format of this model's calls is unknown."""
+        """Raises InvalidRequestError if calls are not parsed, or the model would not see tools."""
         tools = use.tools
-        if tools and "tools" not in template:
-            raise InvalidRequestError(
-                "The model's chat template has no place for tools, so the model would not see "
-                "them. --chat-template sets another template.",
-                param="tools",
-            )
         harmony = parsers.harmony_for(template)
         tool_format: type[ToolFormat] | None = harmony
         if harmony is None and tools:
@@ -246,15 +241,22 @@ def _call_delta(part: AnswerPart) -> ToolCallDelta:
 
 
 def _choose_format(parsers: Parsers, template: str, needs_call: bool) -> type[ToolFormat]:
-    """Return the format of the model's calls. Raises InvalidRequestError if it is unknown."""
+    """Return the format of the model's calls. Raises InvalidRequestError if there is none."""
     found = parsers.tool_format_for(template)
+    if not parsers.shows_tools(template):
+        raise InvalidRequestError(
+            "The model's chat template has no place for tools, so the model would not see them. "
+            "--tool-call-parser auto (or generic) describes them in the system message; "
+            "--chat-template sets another template.",
+            param="tools",
+        )
     if found is not None:
         return found
     if needs_call:
-        return Llama3Format  # only JSON, which the grammar enforces on any model
+        return GenericFormat  # only JSON, which the grammar enforces on any model
     raise InvalidRequestError(
-        "The format of this model's tool calls is unknown, so tool_choice must be none, required "
-        "or a named tool. --tool-call-parser sets the format.",
+        "The server does not parse tool calls (--tool-call-parser none), so tool_choice must be "
+        "none, required or a named tool.",
         param="tool_choice",
     )
 

@@ -21,6 +21,8 @@ from toolkit.engine.front.picture_places import count_pictures, join_parts
 from toolkit.engine.front.pictures import Picture, Pictures, PictureUrl, require_sight
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
+from toolkit.text.chat_template import has_system
+from toolkit.text.generic_tools import GenericFormat, describe_tools, write_out
 from toolkit.text.harmony import adapt_conversation, is_harmony
 from toolkit.text.tokenizer import Tokenizer
 
@@ -232,7 +234,16 @@ def _adapt(
         return adapt_conversation(messages, options)
     if "developer" not in template:
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-    return messages, options
+    if target.server.plugins.parsers.tool_format_for(template) is not GenericFormat:
+        return messages, options
+    tools, instructions = options.pop("tools", None), ""
+    if tools:
+        instructions = describe_tools(tools, parallel=asked.tools.allows_parallel)
+    elif "tool_calls" in template or not any("tool_calls" in one for one in messages):
+        return messages, options
+    # A template of the request must not run in this process.
+    writes_system = has_system(template) if given is None else "system" in template
+    return write_out(messages, instructions, has_system=writes_system), options
 
 
 def _is_broken(call: dict[str, Any]) -> bool:
