@@ -241,3 +241,24 @@ def test_a_beam_search_can_be_ended_by_its_response_id(server: Server) -> None:
     assert answer.status_code == 500
     assert "aborted before" in answer.json()["error"]["message"]
     until(server.is_idle)
+
+
+def test_stored_responses_are_those_of_all_workers(two_workers: Server) -> None:
+    """Each client has a connection, and so one of the workers in turn."""
+    greedy: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 6}
+    ids: list[str] = []
+    for _ in range(4):
+        with two_workers.openai() as client:
+            previous = ids[-1] if ids else None
+            done = client.responses.create(input="x", previous_response_id=previous, **greedy)
+            ids.append(done.id)
+    with two_workers.openai() as one, two_workers.openai() as other:
+        assert one.responses.retrieve(ids[0]) == other.responses.retrieve(ids[0])
+        listed = [len(list(each.responses.input_items.list(ids[-1]))) for each in (one, other)]
+        assert listed == [7, 7]
+        endless = greedy | {"max_output_tokens": 8000, "background": True}
+        begun = one.responses.create(input="Hi", **endless)
+        assert other.responses.cancel(begun.id).status == "cancelled"
+        other.responses.delete(begun.id)
+        with pytest.raises(openai.NotFoundError):
+            one.responses.retrieve(begun.id)

@@ -22,6 +22,8 @@ EXPECTED = {
     Access.KEY: {
         "GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /load",
         "GET /api/tags", "GET /api/ps", "POST /api/show", "GET /api/version",
+        "GET /v1/responses/{id}", "DELETE /v1/responses/{id}",
+        "POST /v1/responses/{id}/cancel", "GET /v1/responses/{id}/input_items",
     },
     Access.ADMIN: {
         "GET /tk/requests", "DELETE /tk/requests/{id}", "POST /reset_prefix_cache",
@@ -29,6 +31,7 @@ EXPECTED = {
     },
     Access.MODEL_WORK: {
         "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses",
+        "POST /v1/responses/input_tokens",
         "POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/embeddings",
         "POST /v1/score", "POST /v1/rerank", "POST /tokenize", "POST /detokenize",
         "POST /api/chat", "POST /api/generate", "POST /api/embed", "POST /api/embeddings",

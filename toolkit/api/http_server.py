@@ -28,6 +28,7 @@ class HTTPServer:
     def __init__(self, server: Server) -> None:
         config = server.config
         self._models, self._templates = server.models, server.templates
+        self._background = server.background
         self._request_timeout = config.request_timeout
         endpoint = config.otlp_traces_endpoint
         self._tracer = Tracer(endpoint) if endpoint else None
@@ -114,7 +115,7 @@ class HTTPServer:
     async def drain(self) -> None:
         """Refuse new work and wait until all accepted requests are answered."""
         self.gate.access_control.is_draining = True
-        while self.gate.num_active:
+        while self.gate.num_active or len(self._background):
             await asyncio.sleep(0.02)
 
     async def shut_down(self) -> None:

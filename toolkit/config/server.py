@@ -178,6 +178,12 @@ class ServerConfig:
         "chat template is of that format, else none. Plug-ins add names.",
         metavar="FORMAT",
     )
+    response_store: int = option(
+        1000,
+        "Number of the newest responses of /v1/responses that the server keeps in memory, 256 MiB "
+        "at most, for previous_response_id and GET /v1/responses/ID. 0: none.",
+        minimum=0,
+    )
     sse_keep_alive: float = option(
         15.0,
         "Seconds after which an idle stream sends a comment, so that proxies keep it; 0: never.",

@@ -53,6 +53,7 @@ from toolkit.serving.control import (
     WorkerMetrics,
 )
 from toolkit.serving.front import ModelFacts, make_server
+from toolkit.serving.shared_responses import ResponseAnswer, SharedResponses
 from toolkit.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class APIWorker:
         self._channel = channel
         self._connections, self._wills = connections, wills
         self._scrapes: list[asyncio.Future[bytes]] = []  # waiting for an Exposition
+        self._responses = SharedResponses(channel.send)
         self._draining: asyncio.Task[None] | None = None
         self._http: HTTPServer
 
@@ -104,7 +106,9 @@ class APIWorker:
         self._engines = [
             self._connect(*one) for one in zip(setup.models, tokenizers, start.cores, strict=True)
         ]
-        self._http = make_server(setup.server, setups, self._engines, setup.created, self._expose)
+        self._http = make_server(
+            setup.server, setups, self._engines, setup.created, self._expose, self._responses
+        )
         await self._http.start()
         gc.collect()
         gc.freeze()  # see SingleProcess.start
@@ -140,6 +144,8 @@ class APIWorker:
                 self._channel.send(WorkerMetrics(snapshot(self._metrics.registry)))
             elif isinstance(message, Exposition):
                 self._finish_scrapes(message.text)
+            elif isinstance(message, ResponseAnswer):
+                self._responses.receive(message)
             elif isinstance(message, Drain):
                 self._draining = asyncio.create_task(self._drain())
             elif isinstance(message, CoresPaused):

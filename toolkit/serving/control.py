@@ -14,6 +14,7 @@ from toolkit.engine.messages import Failed
 from toolkit.framing import frame, read_frame
 from toolkit.metrics.merge import Family
 from toolkit.serving.front import ModelFacts, ModelSetup
+from toolkit.serving.shared_responses import ResponseAnswer, ResponseQuery
 from toolkit.worker import WorkerInfo
 
 M = TypeVar("M")
@@ -138,8 +139,9 @@ ToWorker = (
     | CoreLoads
     | GetMetrics
     | Exposition
+    | ResponseAnswer
 )
-FromWorker = Prepared | Serving | Failed | WorkerMetrics | GetExposition | Drained
+FromWorker = Prepared | Serving | Failed | WorkerMetrics | GetExposition | Drained | ResponseQuery
 
 
 class ControlChannel(Generic[M]):

@@ -23,6 +23,7 @@ from toolkit.scheduler.stats import EngineStats, total
 from toolkit.worker import Report, WorkerInfo
 
 if TYPE_CHECKING:
+    from toolkit.api.http.stored_responses import Responses
     from toolkit.api.http_server import HTTPServer
 
 
@@ -209,6 +210,7 @@ def make_server(
     engines: Sequence[AsyncLLM],
     created: int | None = None,
     expose: Callable[[], Awaitable[bytes]] | None = None,
+    responses: Responses | None = None,
 ) -> HTTPServer:
     """Return an HTTP server for started engines. See `Server`."""
     from toolkit.api.http.plugins import FrontEndPlugins
@@ -223,4 +225,13 @@ def make_server(
         models.append(ServedModel(engine, setup.names, not config.served_model_name, limits))
     strict = any(setup.engine.plugins.strict_plugins for setup in setups)
     plugins = FrontEndPlugins.load(config, strict=strict)
-    return HTTPServer(Server(config, models, created=created, plugins=plugins, expose=expose))
+    return HTTPServer(
+        Server(
+            config,
+            models,
+            created=created,
+            plugins=plugins,
+            expose=expose,
+            responses=responses,
+        )
+    )

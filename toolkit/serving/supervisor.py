@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.api.http.connections.listener import Acceptor
+from toolkit.api.http.stored_responses import ResponseStore
 from toolkit.config import ServerConfig
 from toolkit.engine.cores.core_client import describe_exit
 from toolkit.engine.messages import Failed
@@ -43,6 +44,7 @@ from toolkit.serving.control import (
 from toolkit.serving.front import LoadedModel, ModelFacts, ModelSetup
 from toolkit.serving.kept_connections import Ended, KeptConnections
 from toolkit.serving.model_cores import ModelCores
+from toolkit.serving.shared_responses import ResponseQuery, answer
 from toolkit.worker import Report
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,7 @@ class Supervisor:
         self._num_clients = 1
         self._restarts: deque[float] = deque()
         self._dead_workers: list[Family] = []  # their metrics
+        self._responses = ResponseStore(server.response_store)
         self._exposition = SharedReading(self._collect_exposition)
         self._tasks: set[asyncio.Task[None]] = set()
         self._served: asyncio.Future[list[ModelFacts]] = asyncio.get_running_loop().create_future()
@@ -260,9 +263,12 @@ class Supervisor:
                 _complete(worker.waiting.popleft())
             elif isinstance(message, GetExposition):
                 self._create_task(self._send_exposition(worker))
+            elif isinstance(message, ResponseQuery):
+                worker.channel.send(await answer(self._responses, message, worker.client))
             else:
                 assert isinstance(message, Drained)
                 worker.is_drained = True
+        self._responses.fail(worker.client)
         code = await self._exit_code(worker)
         worker.connections.close()
         await worker.channel.close()

@@ -47,7 +47,7 @@ def test_answer_equals_transformers(
         12,
         12 + answer.usage.input_tokens,
     )
-    assert answer.store is False
+    assert answer.store is True
     Response.model_validate(answer.model_dump())  # the client itself does not validate
 
 
@@ -136,6 +136,11 @@ def test_finished_answer_is_completed(http: httpx.Client) -> None:
             "input",
         ),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "background": True, "stream": True}, "background"),
+        ({"input": "x", "background": True, "store": False}, "background"),
+        ({"input": "x", "include": ["everything"]}, "include[0]"),
+        ({"input": "x", "top_logprobs": 101}, "top_logprobs"),
+        ({"input": "x", "conversation": "conv_1"}, "conversation"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"input": "x", "tools": [{"type": "function", "name": "f"}] * 200}, "tools"),

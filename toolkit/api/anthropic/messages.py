@@ -89,7 +89,7 @@ class ImageSource(Body):
     )
     data: Text | None = Field(None, description="Picture in base64")
     url: Text | None = Field(None, description="http(s), file or data: URL, if allowed")
-    file_id: Any = Field(None, description="Not supported: nothing is stored")
+    file_id: Any = Field(None, description="Not supported: no files are stored")
 
     def to_url(self, place: str) -> PictureUrl:
         """`place`: the parameter of this source. Raises InvalidParamError."""
@@ -289,7 +289,7 @@ class CountRequest(RequestBody):
     tool_choice: InputToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
-    thread: Any = Field(None, description="Not supported: nothing is stored")
+    thread: Any = Field(None, description="Not supported: no conversations are stored")
 
     @property
     def param_names(self) -> Mapping[str, str]:

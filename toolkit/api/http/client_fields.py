@@ -44,14 +44,10 @@ REFUSED_IN_CHAT_MESSAGES = {
     "audio": "only text and pictures are read, so send the transcript as content",
     "function_call": "use tool_calls",
 }
-_STORES_NOTHING = "this server stores no responses. Send the complete conversation as input"
 REFUSED_IN_RESPONSES = {
-    "background": _STORES_NOTHING,
-    "conversation": _STORES_NOTHING,
+    "conversation": "this server has no conversation objects. Use previous_response_id",
     "moderation": "this server does not moderate",
-    "previous_response_id": _STORES_NOTHING,
-    "prompt": _STORES_NOTHING,
-    "top_logprobs": "responses have no log-probabilities. Chats have",
+    "prompt": "this server stores no prompts. Send it as input",
 }
 REFUSED_BY_ANTHROPIC = {
     "compaction": "this server does not summarize conversations",

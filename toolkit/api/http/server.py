@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from toolkit.api.http.body_fields import RequestBody, check_fields
 from toolkit.api.http.plugins import FrontEndPlugins
+from toolkit.api.http.stored_responses import Responses, ResponseStore
 from toolkit.config import ServerConfig
 from toolkit.engine.async_llm import AsyncLLM
 from toolkit.engine.front.request_stats import current_stats
@@ -76,6 +77,25 @@ class Target:
         return self.model.engine
 
 
+class BackgroundWork:
+    """Answers that no connection waits for."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[None], object] = {}  # with their clients
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def count(self, client: object) -> int:
+        """Return the number of a client's answers."""
+        return sum(one == client for one in self._tasks.values())
+
+    def start(self, work: Coroutine[None, None, None], client: object) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks[task] = client
+        task.add_done_callback(self._tasks.pop)
+
+
 class Server:
     """Has what all models share, and the models."""
 
@@ -87,14 +107,18 @@ class Server:
         created: int | None = None,
         plugins: FrontEndPlugins | None = None,
         expose: Callable[[], Awaitable[bytes]] | None = None,
+        responses: Responses | None = None,
     ) -> None:
         """`created`: Unix time, by default now. `expose` collects the metrics of all processes, if
-        the server has several. Raises ConfigError if two models have the same name."""
+        the server has several, and `responses` are those of all. Raises ConfigError if two models
+        have the same name."""
         self.config, self.models = config, models
         self.created = int(time.time()) if created is None else created
         self.plugins = plugins or FrontEndPlugins()
         self.limits = QueueLimits(config.max_queue, config.max_queue_tokens)
         self.templates = TemplatePool()
+        self.responses = responses or ResponseStore(config.response_store)
+        self.background = BackgroundWork()
         self.exposition = SharedReading(expose or self._expose)
         """Metrics of all processes in Prometheus' text format."""
         names = [name for model in models for name in model.names]

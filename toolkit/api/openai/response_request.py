@@ -1,9 +1,9 @@
 """Requests of /v1/responses, and their conversion to chat requests."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from toolkit.api.http.body_fields import (
     BY_KIND,
@@ -47,6 +47,16 @@ from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
 _LOGPROBS = "message.output_text.logprobs"
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 _FROM_ANSWER = "Accepted as part of an earlier answer; not read"
 
 
@@ -69,7 +79,7 @@ class InputImage(Body):
         None, description="data: URL with base64, or an http(s) or file URL if allowed"
     )
     detail: Detail | None = DETAIL
-    file_id: Any = Field(None, description="Not supported: nothing is stored")
+    file_id: Any = Field(None, description="Not supported: no files are stored")
 
     def to_url(self, place: str) -> PictureUrl:
         """`place`: the parameter of this part. Raises InvalidParamError."""
@@ -159,6 +169,12 @@ class InputCallOutput(Body):
     status: str | None = Field(None, description="Not read")
 
 
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
 ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 
 
@@ -203,6 +219,28 @@ Input = Annotated[
 ]
 
 
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def read_items(items: list[dict[str, Any]]) -> list[Item]:
+    """Return items that this server has stored."""
+    return _ITEMS.validate_python(items)
+
+
+def stored_items(items: Sequence[Item], name: str) -> list[dict[str, Any]]:
+    """Return items of an input as JSON, each with an id. `name`: of their response."""
+    found = []
+    for index, item in enumerate(items):
+        one = {"type": item.type, **item.model_dump(exclude_unset=True, exclude_none=True)}
+        if isinstance(item, InputMessage) and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            one["content"] = [{"type": kind, "text": item.content}]
+        found.append(
+            {"id": f"{_PREFIXES[item.type]}_{name}_in{index}", "status": "completed"} | one
+        )
+    return found
+
+
 def _messages(items: list[Item]) -> list[dict[str, Any]]:
     """Convert items to chat messages.
 
@@ -239,15 +277,15 @@ def _content(content: str | list[InputPart | InputImage]) -> str | list[dict[str
     )
 
 
-def _pictures(items: list[Item]) -> Iterator[PictureUrl]:
-    """Yield the pictures of items. Raises InvalidParamError."""
+def _pictures(items: Sequence[Item], name: str) -> Iterator[PictureUrl]:
+    """Yield the pictures of items. `name`: their parameter. Raises InvalidParamError."""
     for index, item in enumerate(items):
-        place, role = f"input[{index}].content", "tool"
+        place, role = f"{name}[{index}].content", "tool"
         content: str | list[InputPart | InputImage] = []
         if isinstance(item, InputMessage):
             role, content = item.role, item.content
         elif isinstance(item, InputCallOutput):
-            place, content = f"input[{index}].output", item.output
+            place, content = f"{name}[{index}].output", item.output
         for number, part in enumerate([] if isinstance(content, str) else content):
             if isinstance(part, InputImage):
                 picture = part.to_url(f"{place}[{number}]")
@@ -372,12 +410,25 @@ class ResponsesRequest(RequestBody):
     stream: bool = False
     stream_options: Any = Field(None, description="Not read")
     reasoning: ReasoningOptions | None = None
-    include: list[Text] | None = Field(
-        None, description="Not read: there are no hosted tools and no encrypted reasoning"
+    include: Annotated[list[Include], FAIL_FAST] | None = Field(
+        None,
+        description=f"{_LOGPROBS}: report log-probabilities. The others have no effect: there are "
+        "no hosted tools and no encrypted reasoning",
+    )
+    top_logprobs: int | None = Field(
+        None, description="Report log-probabilities, with so many likeliest tokens at each position"
+    )
+    previous_response_id: Text | None = Field(
+        None, description="Stored response whose conversation the input continues"
+    )
+    background: bool | None = Field(
+        None, description="Answer at once, with the status in_progress; GET returns the result"
     )
     mm_processor_kwargs: ProcessorSettings | None = PROCESSOR_SETTINGS
     image: Any = Field(None, description="Not read: pictures are parts of the input")
-    store: bool | None = Field(None, description="Not read: nothing is stored")
+    store: bool | None = Field(
+        None, description="Keep the response for later requests; default: true"
+    )
     metadata: dict[Text, Text] | None = None
     user: Text | None = None
 
@@ -386,24 +437,40 @@ class ResponsesRequest(RequestBody):
         """The engine's parameters whose names differ here."""
         return {
             "prompt": "input",
+            "logprobs": "top_logprobs",
             "max_tokens": "max_output_tokens",
             "reasoning_effort": "reasoning.effort",
             "truncate_prompt_tokens": "truncation",
         }
 
-    def to_conversation(self, defaults: Mapping[str, Any]) -> Conversation:
-        """`defaults`: of sampling. Raises InvalidRequestError for unsupported options."""
-        if _LOGPROBS in (self.include or ()):
-            raise InvalidRequestError(
-                f"include cannot have {_LOGPROBS!r}: responses have no log-probabilities. Chats "
-                "have.",
-                param="include",
-            )
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+    @property
+    def items(self) -> list[Item]:
+        """The input. A text is a message of the user."""
         if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            messages += _messages(self.input)
+            return [InputMessage.model_validate({"role": "user", "content": self.input})]
+        return self.input
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report at each position; None: no log-probabilities."""
+        if self.top_logprobs is None and _LOGPROBS not in (self.include or ()):
+            return None
+        return self.top_logprobs or 0
+
+    def to_conversation(
+        self, defaults: Mapping[str, Any], earlier: Sequence[Item] = ()
+    ) -> Conversation:
+        """`defaults`: of sampling. `earlier`: items before the input.
+
+        Raises InvalidRequestError for unsupported options."""
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if len(earlier) + len(self.items) > MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"The conversation has {len(earlier) + len(self.items)} items, of at most "
+                f"{MAX_MESSAGES}.",
+                param="previous_response_id",
+            )
+        messages += _messages([*earlier, *self.items])
         if not messages:
             raise InvalidRequestError("The conversation has no messages.", param="input")
         text_format = None if self.text is None else self.text.format
@@ -415,12 +482,16 @@ class ResponsesRequest(RequestBody):
                 "top_p": self.top_p,
                 "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
             },
+            logprobs=self.num_logprobs,
             structured_outputs=None if text_format is None else text_format.to_params(),
         )
         effort = None if self.reasoning is None else self.reasoning.effort
         return Conversation(
             messages=messages,
-            pictures=[] if isinstance(self.input, str) else list(_pictures(self.input)),
+            pictures=[
+                *_pictures(earlier, "previous_response_id"),
+                *_pictures(self.items, "input"),
+            ],
             options=reasoning_options(effort) | end_options(),
             tools=self._tool_use(),
             params=params,

@@ -70,6 +70,8 @@ class AccessControl:
         self._sites.check(scope["method"], headers)
         needed = scope["state"]["access"]
         role, key = self._keys.find(headers)
+        address = scope["client"][0] if scope.get("client") else None
+        scope["state"]["key"], scope["state"]["client"] = key, key if key >= 0 else address
         if role is Role.NONE and needed is not Access.OPEN:
             raise missing_key()
         if needed is Access.ADMIN:
@@ -78,8 +80,7 @@ class AccessControl:
             return nullcontext()
         if self.is_draining:
             raise ServerUnavailableError("The server is shutting down and takes no new requests.")
-        address = scope["client"][0] if scope.get("client") else None
-        return self._admission.admitted(key if key >= 0 else address)
+        return self._admission.admitted(scope["state"]["client"])
 
 
 async def _read(headers: dict[bytes, bytes], receive: Receive, incoming: IncomingBody) -> Receive:

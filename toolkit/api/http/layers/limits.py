@@ -204,7 +204,8 @@ class Admission:
         problems = [_queue_problem(self._server, model) for model in self._server.models]
         if all(problems):  # else the model's is checked when it is known
             raise _refused(self._server.metrics, "queue", str(problems[0]))
-        if self._max_open is not None and self._open.get(client, 0) >= self._max_open:
+        open_now = self._open.get(client, 0) + self._server.background.count(client)
+        if self._max_open is not None and open_now >= self._max_open:
             message = f"You have {self._max_open} open requests, the maximum."
             raise _refused(self._server.metrics, "key", message)
         if self._rate is not None:
