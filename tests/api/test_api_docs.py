@@ -13,7 +13,9 @@ from tests.server import Server
 ENDPOINTS = {
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"),
     ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/embeddings"),
-    ("POST", "/v1/score"), ("POST", "/v1/rerank"), ("GET", "/v1/models"),
+    ("POST", "/v1/score"), ("POST", "/v1/rerank"), ("POST", "/pooling"), ("POST", "/classify"),
+    ("POST", "/invocations"), ("POST", "/abort_requests"), ("POST", "/v1/responses/input_tokens"),
+    ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/tokenizer_info"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"),
     ("GET", "/ping"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/server_info"),
@@ -22,7 +24,10 @@ ENDPOINTS = {
     ("GET", "/api/version"), ("GET", "/load"), ("GET", "/tk/requests"),
     ("DELETE", "/tk/requests/{id}"), ("POST", "/reset_prefix_cache"),
 }  # fmt: skip
-POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/api/embed", "/api/embeddings")
+POOLING = (
+    "/v1/embeddings", "/v1/score", "/v1/rerank", "/api/embed", "/api/embeddings", "/score",
+    "/rerank", "/v2/rerank", "/pooling", "/classify",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -187,7 +187,8 @@ def check_live(server: Server) -> None:
         assert last["choices"][0]["finish_reason"] == "abort"
 
 
-def test_a_request_can_be_ended_by_its_response_id(server: Server) -> None:
+@pytest.mark.parametrize("path", ["/tk/requests/cmpl-order-66", "/abort_requests"])
+def test_a_request_can_be_ended_by_its_response_id(server: Server, path: str) -> None:
     body = {
         "prompt": ["one", "two"],
         "n": 2,
@@ -204,8 +205,12 @@ def test_a_request_can_be_ended_by_its_response_id(server: Server) -> None:
         lines = answer.iter_lines()
         next(lines)
         assert {r["n"] for r in live(server)} == {2}
-        ended = httpx.delete(f"{server.url}/tk/requests/cmpl-order-66", timeout=WAIT).json()
-        assert ended["num_requests"] == 2
+        if path == "/abort_requests":
+            body = {"request_ids": ["cmpl-order-66", "cmpl-nothing"]}
+            assert httpx.post(f"{server.url}{path}", json=body, timeout=WAIT).is_success
+        else:
+            ended = httpx.delete(f"{server.url}{path}", timeout=WAIT).json()
+            assert ended["num_requests"] == 2
         *_, done = (line for line in lines if line)
     assert done == "data: [DONE]"
     until(server.is_idle)

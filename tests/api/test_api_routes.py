@@ -27,13 +27,16 @@ EXPECTED = {
     },
     Access.ADMIN: {
         "GET /tk/requests", "DELETE /tk/requests/{id}", "POST /reset_prefix_cache",
+        "POST /abort_requests",
         "GET /server_info", "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
     },
     Access.MODEL_WORK: {
         "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses",
         "POST /v1/responses/input_tokens",
         "POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/embeddings",
-        "POST /v1/score", "POST /v1/rerank", "POST /tokenize", "POST /detokenize",
+        "POST /v1/score", "POST /v1/rerank", "POST /score", "POST /rerank", "POST /v2/rerank",
+        "POST /pooling", "POST /classify", "POST /invocations",
+        "POST /tokenize", "POST /detokenize",
         "POST /api/chat", "POST /api/generate", "POST /api/embed", "POST /api/embeddings",
     },
 }  # fmt: skip

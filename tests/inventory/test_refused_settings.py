@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[Mapping[str, object], str]] = {
         "--model-impl transformers cannot be combined with LoRA adapters",
     ),
     "cache": ({"model": "encoder", "kv_cache_dtype": "fp8"}, "is an encoder and has none"),
-    "scorer": ({"model": "scorer", "pooling": "cls"}, "This one scores pairs of texts"),
+    "scorer": ({"model": "scorer", "pooling": "cls"}, "This one scores or classifies texts"),
     "flash": ({"attention_backend": "flash"}, "flash cannot run here: .* needs an NVIDIA GPU"),
     "other tokens": (drafter_with("draft_model", "other"), "has other tokens than"),
     "no drafter": (drafter_with("eagle", "./no"), "drafter of --speculative-config: There is no"),

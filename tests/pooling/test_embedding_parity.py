@@ -172,11 +172,6 @@ def test_unsupported_models_are_refused_at_startup(tmp_path):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    folder = save(
-        bert("BertForSequenceClassification", num_labels=3), bert_tokenizer(), tmp_path / "labels"
-    )
-    with pytest.raises(CheckpointError, match="has 3 labels"):
-        load(folder)
     save(bert(), bert_tokenizer(), tmp_path / "bert")
     SentenceTransformer(
         modules=[Transformer(str(tmp_path / "bert")), Pooling(32, pooling_mode="weightedmean")],

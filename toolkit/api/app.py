@@ -6,6 +6,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from toolkit.api import invocations
 from toolkit.api.admin import adapters, health, metrics, operation
 from toolkit.api.anthropic import messages
 from toolkit.api.http.error_bodies import error_response, unreadable, validation_error
@@ -19,7 +20,7 @@ from toolkit.api.ollama import chat as ollama_chat
 from toolkit.api.ollama import embed as ollama_embed
 from toolkit.api.ollama import models as ollama_models
 from toolkit.api.openai import chat, completions, models, responses, tokenize
-from toolkit.api.pooling import embeddings, score
+from toolkit.api.pooling import embeddings, pooling, score
 from toolkit.api.web import page
 from toolkit.errors import ToolkitError
 from toolkit.version import __version__
@@ -27,8 +28,9 @@ from toolkit.version import __version__
 ROUTERS = [
     module.router
     for module in (
-        completions, chat, responses, messages, embeddings, score, tokenize, models, ollama_chat,
-        ollama_embed, ollama_models, page, metrics, health, operation, adapters,
+        completions, chat, responses, messages, embeddings, score, pooling, tokenize, models,
+        ollama_chat, ollama_embed, ollama_models, page, invocations, metrics, health,
+        operation, adapters,
     )
 ]  # fmt: skip
 OPEN_DOCS = ("/docs", "/redoc", "/openapi.json", DOCS_FILES)

@@ -84,15 +84,14 @@ class Bert(Encoder):
 
 
 class BertScorer(Bert, Scorer):
-    """Classifier with one label: scores a pair of texts (Nogueira & Cho, 2019)."""
+    """Classifier of texts. With one label, it scores a pair of texts (Nogueira & Cho, 2019)."""
 
     head: ClassVar[tuple[str, str]] = ("bert.pooler.dense", "classifier")  # names of its layers
 
     def __init__(self, config: Any, description: describe.Encoder) -> None:
         super().__init__(config, description)
-        require_one_label(config)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.label = nn.Linear(config.hidden_size, 1)
+        self.label = nn.Linear(config.hidden_size, config.num_labels)
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.label(torch.tanh(self.dense(hidden)))
@@ -101,12 +100,3 @@ class BertScorer(Bert, Scorer):
     def slots(self) -> Slots:
         dense, label = self.head
         return super().slots() | plain_slots(self.dense, dense) | plain_slots(self.label, label)
-
-
-def require_one_label(config: Any) -> None:
-    """Raise CheckpointError for a classifier with several labels."""
-    if config.num_labels != 1:
-        raise CheckpointError(
-            f"This {config.architectures[0]} has {config.num_labels} labels. tk serves only "
-            f"classifiers with one label, which score pairs of texts."
-        )

@@ -463,7 +463,7 @@ class Encoder:
 
     model: str  # "module:class"
     max_positions: int  # tokens
-    is_scorer: bool  # it scores pairs of texts
+    is_scorer: bool  # it scores pairs of texts, or classifies texts
     memory: tuple[Memory, ...] = ()
     num_layers: int = 0  # with memory
 

@@ -120,11 +120,11 @@ class Encoder(Model):
 
 
 class Scorer(Encoder):
-    """A cross-encoder: it scores pairs of texts."""
+    """A classifier of texts, or a cross-encoder: it scores pairs of texts."""
 
     @abc.abstractmethod
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map hidden states of the prompts' first tokens [n, hidden] to scores [n, 1]."""
+        """Map hidden states of the prompts' first tokens [n, hidden] to scores [n, labels]."""
 
 
 class CausalLM(Model):

@@ -51,7 +51,8 @@ def check_encoder(model: Encoder, config: EngineConfig) -> None:
             )
     if isinstance(model, Scorer) and config.model.pooling is not None:
         raise ConfigError(
-            "--pooling is for embedding models. This one scores pairs of texts.", param="pooling"
+            "--pooling is for embedding models. This one scores or classifies texts.",
+            param="pooling",
         )
 
 
@@ -66,7 +67,9 @@ def encoder_head(
     if isinstance(model, Scorer):
         assert isinstance(model_config, bert.Config)
         scores = _scores(model, model_config.score_activation)
-        return scores, PoolingInfo(task="score", size=1)
+        labels = model_config.labels
+        task = "score" if len(labels) == 1 else "classify"
+        return scores, PoolingInfo(task=task, size=len(labels), labels=labels)
     pooling = read_pooling(folder, _MODE_OF[config.model.pooling], "mean")
     return _pooler(model, pooling, config, folder, device)
 

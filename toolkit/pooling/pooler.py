@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "ReLU": torch.relu,
     "GELU": F.gelu,
     "Sigmoid": torch.sigmoid,
+    "Softmax": lambda x: x.softmax(-1),
 }  # functions by the name of their class in torch.nn
 
 

@@ -28,12 +28,24 @@ _NO_LIMIT = 10**9  # tokenizers without a limit have a larger model_max_length
 class PoolingInfo(msgspec.Struct, kw_only=True):
     """Properties of a pooling model."""
 
-    task: str  # `embed`: a vector for a text. `score`: a number for a pair of texts
+    task: str
+    """`embed`: a vector for a text. `score`: a number for a pair of texts. `classify`: a number for
+    each of several labels."""
     size: int  # of a vector
+    labels: list[str] = []  # of the numbers of a vector, if they are scores
     normalizes: bool = False  # vectors have length 1
     dimensions: list[int] | None = None
     """Sizes that vectors can be truncated to (Matryoshka; Kusupati et al., 2022). Empty: any size.
     None: not supported."""
+
+    @property
+    def paths(self) -> str:
+        """Endpoints for this task, for messages."""
+        return {
+            "embed": "/v1/embeddings (LLM.embed), /v1/score and /v1/rerank",
+            "score": "/v1/score (LLM.score), /v1/rerank and /classify",
+            "classify": "/classify",
+        }[self.task]
 
 
 class Dense(msgspec.Struct, frozen=True):

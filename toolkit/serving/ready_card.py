@@ -123,6 +123,8 @@ def _curl(model: LoadedModel, url: str, config: ServerConfig) -> str:
         path, body = "embeddings", '{"input": "The sea is calm."}'
     elif task == "score":
         path, body = "score", '{"text_1": "What is the sea like?", "text_2": "The sea is calm."}'
+    elif task == "classify":
+        path, body = "classify", '{"input": "The sea is calm."}'
     elif model.facts.has_chat_template:
         path, body = (
             "chat/completions",

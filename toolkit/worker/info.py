@@ -72,7 +72,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 
     @property
     def tasks(self) -> list[str]:
-        """Tasks of the model: `generate`, `embed`, `score`."""
+        """Tasks of the model: `generate`, `embed`, `score`, `classify`."""
         return ["generate"] * self.generates + (
             [self.pooling.task] if self.pooling is not None else []
         )

@@ -184,7 +184,7 @@ def test_long_text_is_refused_or_truncated_on_request(minilm, sentences):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({}, "input", "missing"),
+        ({}, "input", "either input or messages"),
         ({"input": []}, "input", "empty"),
         ({"input": [["a"]]}, "input[0][0]", "valid"),
         ({"input": [[1, 30522]]}, "input", "0 to 30521"),
@@ -248,6 +248,58 @@ def test_cross_encoder_scores_pairs_and_ranks_documents(scorer, cross_encoder):
     assert scorer.http.get("/v1/models").json()["data"][0]["tasks"] == ["score"]
 
 
+@pytest.mark.parametrize("problem", ["single", "multi"])
+def test_classifier_equals_transformers(problem, tmp_path):
+    import torch
+
+    from tests.pooling.folders import bert, bert_tokenizer, save
+
+    labels = {0: "calm", 1: "wild", 2: "flat"}
+    model = bert("BertForSequenceClassification", id2label=labels)
+    model.config.problem_type = f"{problem}_label_classification"
+    tokenizer = bert_tokenizer()
+    served = LocalServer(str(save(model, tokenizer, tmp_path / "classifier")), cwd=tmp_path)
+    try:
+        answer = served.http.post("/classify", json={"input": DOCUMENTS}).json()
+        pooled = served.http.post("/pooling", json={"input": DOCUMENTS}).json()
+        refused = error(served.http.post("/v1/embeddings", json={"input": "x"}))["message"]
+        assert "This model classifies texts" in refused
+        assert served.http.get("/v1/models").json()["data"][0]["tasks"] == ["classify"]
+    finally:
+        served.stop()
+    for document, one in zip(DOCUMENTS, answer["data"], strict=True):
+        with torch.no_grad():
+            logits = model(**tokenizer(document, return_tensors="pt")).logits[0]
+        expected = logits.softmax(-1) if problem == "single" else logits.sigmoid()
+        assert one["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert (one["label"], one["num_classes"]) == (labels[int(logits.argmax())], 3)
+    probs = [one["probs"] for one in answer["data"]]
+    assert np.allclose([one["data"] for one in pooled["data"]], probs, atol=1e-5)
+
+
+def rounded(one: dict) -> dict:
+    """An item of a reply. Batches differ in the last digits."""
+    return {key: round(value, 5) if type(value) is float else value for key, value in one.items()}
+
+
+def test_cross_encoder_also_classifies_and_has_other_paths(scorer):
+    answer = scorer.http.post("/classify", json={"input": DOCUMENTS[0]}).json()
+    [one] = answer["data"]
+    assert (one["label"], one["num_classes"]) == ("LABEL_0", 1)
+    ranking = {"query": QUERY, "documents": DOCUMENTS}
+    scoring = {"text_1": QUERY, "text_2": DOCUMENTS}
+    pooled = {"input": DOCUMENTS[0]}
+    for path, others, body, key in (
+        ("/v1/rerank", ("/rerank", "/v2/rerank", "/invocations"), ranking, "results"),
+        ("/v1/score", ("/score", "/invocations"), scoring, "data"),
+        ("/classify", ("/invocations",), pooled, "data"),
+    ):
+        expected = scorer.http.post(path, json=body).json()[key]
+        for other in others:
+            found = scorer.http.post(other, json=body).json()[key]
+            assert [rounded(one) for one in found] == [rounded(one) for one in expected]
+
+
 def test_cross_encoder_refuses_embeddings_and_long_pairs(scorer):
     assert "/v1/rerank" in error(scorer.http.post("/v1/embeddings", json={"input": "x"}))["message"]
     body = {"query": "short", "documents": ["short", "long " * 70]}
@@ -274,6 +326,45 @@ def test_decoder_embeds_and_generates(decoder):
     assert decoder.metric("tk:prompt_tokens_total") == before + 12
     text = decoder.http.post("/v1/completions", json={"prompt": "The sea", "max_tokens": 4}).json()
     assert text["usage"]["completion_tokens"] == 4
+
+
+def test_conversation_is_embedded(decoder):
+    body = {"messages": [{"role": "user", "content": "The sea"}]}
+    tokens = decoder.http.post("/tokenize", json=body | {"add_generation_prompt": False}).json()
+    [expected] = vectors(decoder.http.post("/v1/embeddings", json={"input": tokens["tokens"]}))
+    [found] = vectors(decoder.http.post("/v1/embeddings", json=body))
+    assert np.array_equal(found, expected)
+    pooled = decoder.http.post("/pooling", json=body | {"encoding_format": "base64"}).json()
+    data = np.frombuffer(base64.b64decode(pooled["data"][0]["data"]), "<f4")
+    assert np.array_equal(data, expected.astype(np.float32))
+    for wrong in ({}, body | {"input": "x"}):
+        assert error(decoder.http.post("/v1/embeddings", json=wrong))["param"] == "input"
+    assert "no labels" in error(decoder.http.post("/classify", json={"input": "x"}))["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, "chat.completion"),
+        ({"prompt": "x"}, "text_completion"),
+        ({"input": "x"}, "list"),
+    ],
+)
+def test_invocations_answers_by_the_fields(decoder, body, kind):
+    more = {} if "input" in body else {"max_tokens": 1}
+    assert decoder.http.post("/invocations", json=body | more).json()["object"] == kind
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "needs messages, prompt"),
+        ({"prompt": "x", "max_tokens": "x"}, "max_tokens: "),
+        ({"input": "x", "model": "other"}, "not served"),
+    ],
+)
+def test_invocations_that_are_not_valid_are_refused(decoder, body, words):
+    assert words in decoder.http.post("/invocations", json=body).json()["error"]["message"]
 
 
 def test_generating_model_explains_how_to_embed(server):

@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
+from toolkit.api.http.body_fields import FAIL_FAST, RequestBody, Text, check_fields
 from toolkit.api.http.openapi import answers, nothing
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import server_of
@@ -16,6 +18,8 @@ from toolkit.errors import ToolkitError
 from toolkit.version import __version__
 
 router = APIRouter(tags=["operation"])
+
+MAX_ABORTED = 1024  # requests that one call ends
 
 _SECRET = ("api_key", "admin_key")  # settings redacted from /server_info
 
@@ -27,6 +31,16 @@ class NoSuchRequestError(ToolkitError):
 
     status = 404
     type = "not_found_error"
+
+
+class AbortRequest(RequestBody):
+    """POST /abort_requests."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"example": {"request_ids": ["chatcmpl-1"]}}
+    )
+
+    request_ids: Annotated[list[Text], FAIL_FAST] = Field(max_length=MAX_ABORTED)
 
 
 class Requests(msgspec.Struct):
@@ -96,6 +110,17 @@ async def end_request(id: str, request: Request) -> Response:
             f"No live request has the id {id[:128]!r}.", code="request_not_found"
         )
     return _json(Ended(id, len(ended)))
+
+
+@router.post("/abort_requests", response_model=None, responses=nothing("The requests have ended"))
+@access(Access.ADMIN)
+async def abort_requests(body: AbortRequest, request: Request) -> Response:
+    """End live requests by the ids of their responses. Unknown ones have ended already."""
+    server = server_of(request)
+    check_fields(request, body, strict=server.config.strict)
+    for id in dict.fromkeys(body.request_ids):
+        await server.end_requests(id)
+    return Response()
 
 
 @router.post("/reset_prefix_cache", response_model=None, responses=nothing("The cache was cleared"))

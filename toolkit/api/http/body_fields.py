@@ -17,15 +17,17 @@ from pydantic import (
     Field,
     StrictInt,
     Tag,
+    ValidationError,
     model_validator,
 )
 from starlette.responses import Response
 
 from toolkit.api.http.client_fields import ACCEPTED, NO_EFFECT
-from toolkit.api.http.error_bodies import join
+from toolkit.api.http.error_bodies import join, validation_error
 from toolkit.errors import InvalidRequestError
 
 T = TypeVar("T")
+B = TypeVar("B", bound="RequestBody")
 
 IGNORED = "X-Ignored-Fields"
 """Response header with the names of fields that the server ignored, separated by commas."""
@@ -112,6 +114,14 @@ class RequestBody(Body):
             for name, value in given.items()
             if value is not None or name not in cls._never_null
         }
+
+
+def parse_body(kind: type[B], given: Any) -> B:
+    """Return a body that another one holds. Raises InvalidRequestError."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise validation_error(list(error.errors())) from None
 
 
 class _Request(Request):

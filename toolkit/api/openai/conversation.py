@@ -104,6 +104,7 @@ async def start_answer(
     """Start the answers to a conversation.
 
     Raises InvalidRequestError, and ServerUnavailableError for too many bytes of pictures."""
+    target.engine.inputs.require_generation()
     token_ids = await _encode_conversation(target, asked, request)
     tokenizer = target.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"
@@ -192,7 +193,6 @@ async def _encode_apart(
 ) -> list[int]:
     """Return the prompt tokens of a conversation in the template of its request."""
     inputs = target.engine.inputs
-    inputs.require_generation()
     tokenizer = inputs.require_tokenizer()
 
     async def encode(given: dict[str, Any], stand_in: str = "") -> list[int]:

@@ -153,7 +153,7 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
-    tasks: list[str]  # generate, embed, score, chat (it has a chat template)
+    tasks: list[str]  # generate, embed, score, classify, chat (has a template)
     input_modalities: list[str]  # text, image
     root: str  # the model as given to the server: a hub name or a folder
     permission: list[ModelPermission]

@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, StrictInt, ValidationError
+from pydantic import ConfigDict, Field, StrictInt
 from starlette.responses import Response
 
-from toolkit.api.http.body_fields import RequestBody, Route, Text
-from toolkit.api.http.error_bodies import validation_error
+from toolkit.api.http.body_fields import RequestBody, Route, Text, parse_body
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import server_of, target_of
@@ -43,12 +42,7 @@ class TokenizeRequest(RequestBody):
         """Return the chat whose prompt is wanted. Raises InvalidRequestError."""
         own_fields = {"prompt", "add_special_tokens", "return_token_strs"}
         given = self.model_dump(exclude=own_fields, exclude_none=True)
-        try:
-            return ChatRequest.model_validate(given)
-        except ValidationError as error:
-            raise validation_error(
-                [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-            ) from None
+        return parse_body(ChatRequest, given)
 
 
 class DetokenizeRequest(RequestBody):

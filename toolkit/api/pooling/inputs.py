@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from pydantic import Field
 
+from toolkit.api.http.body_fields import Prompts, RequestBody, parse_body
 from toolkit.api.http.layers.limits import check_queue
-from toolkit.api.http.server import Target
+from toolkit.api.http.server import Target, target_of
 from toolkit.api.http.streaming import while_connected
+from toolkit.api.openai.conversation import encode_conversation
+from toolkit.api.openai.schemas import ChatRequest, Int
 from toolkit.engine.async_llm import LONG_TEXT
 from toolkit.engine.front.pooled_prompts import (
     Comparison,
@@ -45,8 +50,64 @@ class PooledUsage(msgspec.Struct):
         return cls(total, total)
 
 
+class PooledRequest(RequestBody):
+    """Texts, token ids, or a conversation."""
+
+    model: str | None = None
+    input: Prompts | None = Field(
+        None, description=f"A text, token ids, or up to {MAX_INPUTS} of either"
+    )
+    messages: Any = Field(
+        None, description="A conversation instead of an input; takes the options of a chat"
+    )
+    add_generation_prompt: bool = Field(
+        False, description="End a conversation with the beginning of an answer"
+    )
+    truncate_prompt_tokens: Int | None = Field(None, description=TRUNCATE_DESCRIPTION)
+    user: str | None = Field(None, description="Accepted for compatibility; not stored")
+    priority: Int = Field(
+        0, description="With --scheduling-policy priority, the lowest value runs first"
+    )
+
+    def to_chat(self) -> ChatRequest | None:
+        """Return the chat whose prompt is wanted, if it is one. Raises InvalidRequestError."""
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequestError("The request needs either input or messages.", param="input")
+        if self.messages is None:
+            return None
+        own_fields = set(type(self).model_fields) - {"model", "messages", "add_generation_prompt"}
+        chat = parse_body(ChatRequest, self.model_dump(exclude=own_fields))
+        if picture := next(iter(chat.to_conversation(None).pictures), None):
+            raise InvalidRequestError("Pictures are not pooled. Send text.", param=picture.param)
+        return chat
+
+    def inputs(self) -> list[str | list[int]]:
+        """Raises InvalidRequestError for no input and for too many."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if not self.input:
+            raise InvalidRequestError("input is empty.", param="input")
+        if isinstance(self.input[0], int):
+            return [self.input]
+        if len(self.input) > MAX_INPUTS:
+            raise InvalidRequestError(
+                f"A request takes at most {MAX_INPUTS} inputs, not {len(self.input)}.",
+                param="input",
+            )
+        return list(self.input)
+
+
 class PoolingJob:
     """Prompts of one HTTP request."""
+
+    @classmethod
+    def of(cls, body: PooledRequest, request: Request, prefix: str) -> PoolingJob:
+        """Raises InvalidRequestError for a conversation that is not valid."""
+        chat = body.to_chat()
+        target = target_of(request, body if chat is None else chat)
+        job = cls(target, request, prefix, body.priority)
+        job._chat = chat
+        return job
 
     def __init__(self, target: Target, request: Request, prefix: str, priority: int) -> None:
         if target.adapter is not None:
@@ -57,14 +118,23 @@ class PoolingJob:
             )
         self.id = f"{prefix}-{request.state.request_id}"
         self.processor = PoolingProcessor(target.engine.inputs)
-        self._target, self._request, self._priority = target, request, priority
+        self.target, self._request, self._priority = target, request, priority
+        self._chat: ChatRequest | None = None
+
+    async def prepare_inputs(self, body: PooledRequest) -> list[PoolingInput]:
+        """Raises InvalidRequestError for an input that cannot run."""
+        if self._chat is None:
+            return await self.prepare(body.inputs(), body.truncate_prompt_tokens)
+        conversation = self._chat.to_conversation(None)
+        token_ids = await encode_conversation(self.target, conversation, self._request)
+        return await self.prepare([token_ids], body.truncate_prompt_tokens, "messages")
 
     async def prepare(
-        self, given: Sequence[str | list[int]], truncate: int | None
+        self, given: Sequence[str | list[int]], truncate: int | None, name: str = "input"
     ) -> list[PoolingInput]:
         """Raises InvalidRequestError for an input that cannot run."""
         size = sum(map(len, given))
-        return await _tokenize(size, lambda: self.processor.prepare_texts(given, truncate))
+        return await _tokenize(size, lambda: self.processor.prepare_texts(given, truncate, name))
 
     async def compare(
         self, firsts: list[str], seconds: list[str], truncate: int | None, names: tuple[str, str]
@@ -81,12 +151,17 @@ class PoolingJob:
         In the queue, it counts as the inputs that the engine has at once, with the tokens of all.
         Raises TooManyRequestsError and EngineError."""
         num_tokens = sum(len(one.token_ids) for one in inputs)
-        engine = self._target.engine
-        check_queue(self._target, num_concurrent(engine, inputs), num_tokens)
+        engine = self.target.engine
+        check_queue(self.target, num_concurrent(engine, inputs), num_tokens)
         # Engine ids get a random suffix: two clients may send the same X-Request-Id.
         name = f"{self.id}-{uuid.uuid4().hex[:8]}"
         work = pool(engine, inputs, request_id=name, priority=self._priority)
         return await while_connected(self._request, work)
+
+
+def encode_base64(vector: Vector) -> str:
+    """Return the numbers as little-endian float32 in base64."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 async def _tokenize(size: int, work: Callable[[], T]) -> T:

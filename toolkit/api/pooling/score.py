@@ -130,6 +130,7 @@ class RerankResponse(msgspec.Struct):
     usage: PooledUsage
 
 
+@router.post("/score", response_model=None, responses=answers(ScoreResponse))
 @router.post("/v1/score", response_model=None, responses=answers(ScoreResponse))
 @access(Access.MODEL_WORK)
 async def score(body: ScoreRequest, request: Request) -> Response:
@@ -145,6 +146,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     return _json(ScoreResponse(job.id, int(time.time()), target.name, data, usage))
 
 
+@router.post("/rerank", response_model=None, responses=answers(RerankResponse))
+@router.post("/v2/rerank", response_model=None, responses=answers(RerankResponse))
 @router.post("/v1/rerank", response_model=None, responses=answers(RerankResponse))
 @access(Access.MODEL_WORK)
 async def rerank(body: RerankRequest, request: Request) -> Response:

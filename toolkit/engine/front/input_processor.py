@@ -236,11 +236,8 @@ class InputProcessor:
     def require_generation(self) -> None:
         """Raise InvalidRequestError if the model does not generate text."""
         if not self.info.generates and self.info.pooling is not None:
-            paths = "/v1/score and /v1/rerank"
-            if self.info.pooling.task == "embed":
-                paths = f"/v1/embeddings (LLM.embed), {paths}"
             raise InvalidRequestError(
-                f"This model generates no text. It serves {paths}.",
+                f"This model generates no text. It serves {self.info.pooling.paths}.",
                 param="model",
                 code="model_not_supported",
             )
@@ -267,7 +264,6 @@ class InputProcessor:
         Only the template can write special tokens. In messages, tools and other options they are
         ordinary text, unless `allow_special_tokens`. A picture (see `picture_places`) is one
         token."""
-        self.require_generation()
         tokenizer = self.require_tokenizer()
 
         def encode(given: dict[str, Any], stand_in: str = "") -> list[int]:

@@ -124,11 +124,12 @@ class PoolingProcessor:
                 "model.",
                 param="model",
             )
-        raise InvalidRequestError(
-            "This model scores pairs of texts and has no embeddings. It serves /v1/score and "
-            "/v1/rerank.",
-            param="model",
-        )
+        what = {
+            "embed": "embeds texts, and has no labels",
+            "score": "scores pairs of texts, and has no embeddings",
+            "classify": "classifies texts, and has no embeddings",
+        }[info.task]
+        raise InvalidRequestError(f"This model {what}. It serves {info.paths}.", param="model")
 
     def embedding_size(self, dimensions: int | None) -> int:
         """Return the size of an embedding. Raises InvalidRequestError for an unsupported size."""

@@ -25,6 +25,7 @@ class Config(ArchitectureConfig, kw_only=True):
     is_decoder: bool = False
     num_labels: Size = 2  # labels of a classifier. The length of `id2label` replaces it
     id2label: dict[str, Any] | None = None
+    problem_type: str | None = None  # multi_label_classification: labels do not exclude each other
     sentence_transformers: dict[str, Any] | None = None
     sbert_ce_default_activation_function: str | None = None
     """Old spelling of `sentence_transformers.activation_fn`: a torch.nn class, for scores."""
@@ -39,8 +40,15 @@ class Config(ArchitectureConfig, kw_only=True):
     def score_activation(self) -> str:
         """Name of the torch.nn class that is applied to scores."""
         name = (self.sentence_transformers or {}).get("activation_fn")
-        name = name or self.sbert_ce_default_activation_function or "Sigmoid"
-        return str(name).rpartition(".")[2]
+        excludes = self.num_labels > 1 and self.problem_type != "multi_label_classification"
+        name = name or self.sbert_ce_default_activation_function
+        return str(name or ("Softmax" if excludes else "Sigmoid")).rpartition(".")[2]
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of a classifier's labels."""
+        names = self.id2label or {}
+        return [str(names.get(str(i), f"LABEL_{i}")) for i in range(self.num_labels)]
 
 
 def describe(config: Config) -> Encoder:
