@@ -23,6 +23,7 @@ from toolkit.sampling.json_schema import (
     limit_numbers,
     prepare,
 )
+from toolkit.sampling.structural_tags import StructuralTag
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -37,13 +38,13 @@ WHITESPACE = r"\x20|\r?\n[\x20\t]{0,16}"
 """Between the parts of JSON: a space, or a line break and the next line's indentation. Bounded,
 because confused models write line breaks without end."""
 THINK_START, THINK_END = "<think>", "</think>"  # mark the reasoning in an answer
-_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 class StructuredOutputsParams(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Constraint on an answer: exactly one of the first five fields. The names are vLLM's.
+    """Constraint on an answer: exactly one of the first six fields. The names are vLLM's.
 
     Raises InvalidRequestError for none or several, and for values of the wrong kind."""
 
@@ -53,6 +54,7 @@ class StructuredOutputsParams(
     """Regular expression that the complete answer matches (Rust syntax, no look-around)."""
     choice: list[str] | None = None
     grammar: str | None = None  # Lark with llguidance's extensions, or GBNF
+    structural_tag: dict[str, Any] | str | None = None  # see `structural_tags`; or its JSON
     lenient: bool = False
     """Ignore what cannot be enforced in a JSON schema, instead of refusing it, and let objects have
     properties that the schema does not name unless it forbids them."""
@@ -87,6 +89,10 @@ class StructuredOutputsParams(
                 return _checked("regex", self.regex, False)
             if self.grammar is not None:
                 return _checked("grammar", self.grammar, False)
+            if self.structural_tag is not None:
+                tag = self.structural_tag
+                text = tag if isinstance(tag, str) else json.dumps(tag)
+                return _checked("structural_tag", text, self.lenient)
             schema: Any = {"type": "object"} if self.json_object else self.json
             text = schema if isinstance(schema, str) else json.dumps(schema)
             return _checked("json", text, self.lenient)
@@ -137,8 +143,12 @@ def choice_rule(choices: Sequence[str]) -> str:
 
 def regex_rule(regex: str) -> str:
     """Return the right side of a Lark rule, and a terminal that it needs."""
+    return f"REGEX\nREGEX: {_regex_literal(regex)}"
+
+
+def _regex_literal(regex: str) -> str:
     escaped = re.sub(r"(?s)\\(.)|/|\n", _escaped, regex)
-    return f"REGEX\nREGEX: /(?:{escaped})/"
+    return f"/(?:{escaped})/"
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -174,6 +184,8 @@ def _checked(kind: str, text: str, lenient: bool) -> str:
 def _convert(kind: str, text: str, lenient: bool) -> str:
     from llguidance import LLMatcher, LLTokenizer, grammar_from
 
+    if kind == "structural_tag":
+        kind, text = "grammar", _structural_tag(text, lenient=lenient)
     with _reading():
         rules, schemas = _parts(kind, text)
     check_cost(rules, schemas)
@@ -200,6 +212,18 @@ def _convert(kind: str, text: str, lenient: bool) -> str:
     if matcher.is_error():
         raise ValueError(f"cannot be enforced: {reason_of(matcher)}")
     return grammar
+
+
+def _structural_tag(text: str, *, lenient: bool) -> str:
+    """Return a structural tag as a Lark grammar. Raises ValueError."""
+
+    def write_schema(schema: Any) -> str:
+        return f"%json {json.dumps(prepared(schema, lenient=lenient), ensure_ascii=False)}"
+
+    try:
+        return StructuralTag(text, write_schema, _regex_literal).lark
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"is not a structural tag: {error or type(error).__name__}") from None
 
 
 _SCHEMA = "failed to compile JSON schema: "

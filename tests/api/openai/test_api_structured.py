@@ -498,6 +498,19 @@ def test_answer_without_reasoning_is_content(ai):
     assert chat.choices[0].message.content == "b</think>c"
 
 
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs"])
+def test_answer_follows_a_structural_tag(served: Server, field: str) -> None:
+    elements = [
+        {"type": "const_string", "value": "<answer>"},
+        {"type": "json_schema", "json_schema": {"const": 42}},
+    ]
+    tag: Any = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    asked = {field: {"structural_tag": tag} if field == "structured_outputs" else tag}
+    body = {"messages": ASK, "max_tokens": 40} | asked
+    answer = served.http.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "<answer>42"
+
+
 # ---- errors
 
 
@@ -531,6 +544,8 @@ def test_answer_without_reasoning_is_content(ai):
             "uniqueItems",
         ),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "structures must"),
+        ({"response_format": {"type": "text", "triggers": ["a"]}}, "response_format", "triggers"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["b"]}},
             "structured_outputs",

@@ -270,9 +270,9 @@ def _answer_rule(asked: StructuredOutputsParams) -> str:
     schema: Any = {"type": "object"} if asked.json_object else asked.json
     if schema is None:
         raise InvalidRequestError(
-            "structured_outputs cannot take a grammar with tools, nor with the messages of "
-            "gpt-oss. Use json, json_object, regex or choice.",
-            param="structured_outputs",
+            f"{asked.param} cannot take a grammar or a structural tag with tools, nor with the "
+            "messages of gpt-oss. Use json, json_object, regex or choice.",
+            param=asked.param,
         )
     if isinstance(schema, str):
         try:

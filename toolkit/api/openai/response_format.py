@@ -27,11 +27,30 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    type: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
     json_schema: JsonSchemaFormat | None = None
+    format: Schema | None = Field(
+        None, description="Of a structural_tag, as xgrammar and vLLM describe it"
+    )
+    structures: list[Schema] | None = Field(
+        None, description="Of a structural_tag without format: objects with begin, schema and end"
+    )
+    triggers: list[Text] | None = Field(
+        None, description="Texts with which the begins of structures begin"
+    )
 
     def to_params(self) -> StructuredOutputsParams | None:
-        """Raises InvalidParamError if json_schema is missing, or given with another type."""
+        """Raises InvalidParamError if fields are missing, or given with another type."""
+        tag = {"format": self.format, "structures": self.structures, "triggers": self.triggers}
+        tag = {name: value for name, value in tag.items() if value is not None}
+        if self.type == "structural_tag" and self.json_schema is None:
+            return StructuredOutputsParams(
+                structural_tag=tag, lenient=True, param="response_format"
+            )
+        if tag:
+            raise InvalidParamError(
+                "response_format", f"takes {min(tag)} with the type structural_tag alone."
+            )
         return constraint_of(self.type, self.json_schema, param="response_format")
 
 
@@ -63,6 +82,9 @@ class StructuredOutputs(Body):
         None, description="Regular expression that matches the complete answer"
     )
     choice: list[Text] | None = Field(None, description="The answer is one of these texts")
+    structural_tag: Schema | Text | None = Field(
+        None, description="Free text with constrained parts, as xgrammar and vLLM describe it"
+    )
     grammar: Text | None = Field(
         None, description="Grammar of the answer, in Lark (as llguidance extends it) or GBNF"
     )
@@ -74,6 +96,7 @@ class StructuredOutputs(Body):
             regex=self.regex,
             choice=self.choice,
             grammar=self.grammar,
+            structural_tag=self.structural_tag,
         )
 
 
