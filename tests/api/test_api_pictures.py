@@ -237,7 +237,9 @@ def test_a_response_has_the_answer_of_the_engine(
             "output": [{"type": "input_image", "image_url": OTHER_URL}],
         },
     ]
-    messages = [("user", "a<I>"), ("assistant", ""), ("tool", "<I>")]
+    # The template has no place for calls.
+    call = '{"name": "look", "arguments": {}}'
+    messages = [("user", "a<I>"), ("assistant", call), ("user", "Result of look:\n<I>")]
     [expected] = answers(llm, tokens_of(llm, *messages), WIDE, TALL, ignore_eos=False)
     asked = {"model": "tiny", "max_output_tokens": TOKENS, "temperature": 0.0, "input": given}
     done = client.responses.create(stream=stream, **asked)
@@ -245,6 +247,11 @@ def test_a_response_has_the_answer_of_the_engine(
         done = list(done)[-1].response
     assert done.output_text == expected
     assert done.usage.input_tokens_details.image_tokens == 2 * IMAGE_TOKENS
+    more = {"input": "b", "previous_response_id": done.id, "max_output_tokens": 1}
+    continued = client.responses.create(model="tiny", **more)
+    assert continued.usage.input_tokens_details.image_tokens == 2 * IMAGE_TOKENS
+    [item] = client.responses.input_items.list(done.id, order="asc", limit=1).data
+    assert [part.type for part in item.content] == ["input_text", "input_image"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -88,7 +88,8 @@ def test_all_routes_but_probes_need_a_key(guarded: Server) -> None:
     for path, methods in paths.items():
         for method in methods:
             answer = guarded.http.request(method, path.replace("{model}", "x"))
-            is_open = path in ("/livez", "/readyz", "/health", "/ping", "/version", "/metrics")
+            open_paths = ("/", "/livez", "/readyz", "/health", "/ping", "/version", "/metrics")
+            is_open = path in open_paths
             assert (answer.status_code == 401) != is_open, (method, path, answer.status_code)
 
 

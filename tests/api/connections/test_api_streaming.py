@@ -30,7 +30,7 @@ TEXTS = (
     '","text":"',
     TEXT_SLOT,
 )
-HEAD = {"id": "cmpl-1", "created": 1, "model": 'a "model"'}
+HEAD = {"id": "cmpl-1", "created": 1, "model": 'a "model"', "system_fingerprint": "fp_1"}
 
 
 @pytest.mark.parametrize("usage", [None, msgspec.UNSET])

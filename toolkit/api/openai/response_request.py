@@ -94,7 +94,7 @@ class InputImage(Body):
 
 
 def _kind_of_part(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
     return f"({'input_image' if kind == 'input_image' else 'text'})"
 
 
