@@ -112,10 +112,15 @@ class HTTPServer:
             interval = min(1.0, self._request_timeout / 4)
             self._expiring = asyncio.get_running_loop().call_later(interval, self._expire)
 
+    @property
+    def num_active(self) -> int:
+        """Requests for model work that are not completely answered."""
+        return self.gate.num_active + len(self._background)
+
     async def drain(self) -> None:
         """Refuse new work and wait until all accepted requests are answered."""
         self.gate.access_control.is_draining = True
-        while self.gate.num_active or len(self._background):
+        while self.num_active:
             await asyncio.sleep(0.02)
 
     async def shut_down(self) -> None:

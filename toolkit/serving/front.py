@@ -140,7 +140,7 @@ class SingleProcess:
     @property
     def num_active(self) -> int:
         """Requests for model work that are not completely answered."""
-        return self._http.gate.num_active if self._http is not None else 0
+        return self._http.num_active if self._http is not None else 0
 
     @property
     def idle_seconds(self) -> float:

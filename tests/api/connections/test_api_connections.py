@@ -80,7 +80,8 @@ class Local:
             max_num_running=1, stats=SimpleNamespace(num_running=0),
         )  # fmt: skip
         model = ServedModel(engine, ("x",))
-        self.http = HTTPServer(Server(ServerConfig(api_key=("k",)), [model]))
+        self.server = Server(ServerConfig(api_key=("k",)), [model])
+        self.http = HTTPServer(self.server)
 
     async def connect(self, sent: bytes = b"") -> Streams:
         streams = Streams(*await asyncio.open_connection(*self.listening.getsockname()))
@@ -324,3 +325,17 @@ async def test_a_slow_body_gives_way_to_others(
     then.set()
     assert len(await fast) == 600
     slow[1].cancel()
+
+
+async def test_drain_waits_for_answers_in_the_background(local: Local) -> None:
+    answered = asyncio.Event()
+
+    async def answer() -> None:
+        await answered.wait()
+
+    local.server.background.start(answer(), "client")
+    draining = asyncio.create_task(local.http.drain())
+    await asyncio.sleep(0.05)
+    assert (draining.done(), local.http.num_active) == (False, 1)
+    answered.set()
+    await asyncio.wait_for(draining, WAIT)
