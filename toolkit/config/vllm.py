@@ -104,7 +104,7 @@ SERVE: Table = (
     ),
     (Note("Long prompts are always computed in parts"), "--enable-chunked-prefill"),
     (
-        Note("Tools work if the chat template has them; --tool-call-parser none turns them off"),
+        Note("Tools work with any chat template; --tool-call-parser none turns them off"),
         "--enable-auto-tool-choice",
     ),
     (
@@ -290,7 +290,7 @@ SERVE: Table = (
         "--reasoning-effort-map= --reasoning-config= --anthropic-disabled-thinking-effort= ",
     ),
     (
-        Refusal("Requests choose it: return_token_ids in the body."),
+        Refusal("Requests choose it: return_tokens_as_token_ids or return_token_ids in the body."),
         "--return-tokens-as-token-ids --tokens-only",
     ),
     (
