@@ -25,7 +25,7 @@ def test_two_gpu_stages_sample_as_one_cpu_runner(
     rng = random.Random(0)
     prompts = [
         {"prompt_token_ids": [rng.randrange(90) for _ in range(n)]}
-        for n in (3, 17, 30, 1, 8, 21, 12, 5, 5)
+        for n in (3, 17, 30, 1, 8, 21, 12, 5, 5, 9)
     ]
     params = [SamplingParams(max_tokens=4, ignore_eos=True, **p) for p in PARAMS.values()]
     params[0] = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, prompt_logprobs=1)
