@@ -266,7 +266,7 @@ def test_cached_tokens_are_those_of_snapshots(folder):
 def test_fewer_requests_run_where_states_leave_no_room(model, folder, monkeypatch, caplog):
     prompts = model.prompts(LENGTHS, COUNT, checkpoints.VOCAB)
     monkeypatch.setattr(cache_problem, "REQUEST_SHARE", 1e-9)
-    llm = LLM(str(folder), **SETTINGS, max_num_seqs=4, state_cache_gib=0.0)
+    llm = LLM(str(folder), **SETTINGS, max_num_seqs=4, state_cache_gib=0.0, swap_space=0.001)
     scheduler, running = engines.scheduler(llm), []
     schedule = scheduler.schedule
     monkeypatch.setattr(
@@ -275,6 +275,7 @@ def test_fewer_requests_run_where_states_leave_no_room(model, folder, monkeypatc
     assert answers(llm, prompts) == [checkpoints.greedy(model, one, COUNT) for one in prompts]
     assert max(running) == 1
     assert "at most 1 requests run at once, not 4 (--max-num-seqs): the state" in caplog.text
+    assert "--swap-space 0.001 has no room for the state of a request" in caplog.text
     llm.shutdown()
 
 

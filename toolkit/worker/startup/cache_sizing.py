@@ -107,6 +107,13 @@ def choose_size(
             setup.max_num_seqs,
             size(layout.row_bytes),
         )
+    if cache.swap_space and has_states and num_host_slots == 0 and world.rank == 0:
+        logger.warning(
+            "--swap-space %g has no room for the state of a request, which takes %s, next to "
+            "blocks: preempted requests are computed again",
+            cache.swap_space,
+            size(layout.row_bytes),
+        )
     overridden = (
         cache.num_gpu_blocks_override is not None and setup.config.model.max_model_len is None
     )
