@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from toolkit.kernels.recurrent import Span, delta_net, gated_convolution, gated_norm
 
-K_HEADS, V_HEADS, K_SIZE, V_SIZE, WIDTH, SLOTS, DRAFTS = 2, 6, 8, 5, 4, 9, 3
+K_HEADS, V_HEADS, K_SIZE, V_SIZE, WIDTH, SLOTS, DRAFTS = 2, 4, 8, 5, 4, 9, 3
 KEYS, VALUES = K_HEADS * K_SIZE, V_HEADS * V_SIZE
 CHANNELS, EPS, RATE = 2 * KEYS + VALUES, 1e-3, 1.5
 
