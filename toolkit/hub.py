@@ -16,6 +16,9 @@ from toolkit.gguf.folder import is_gguf
 from toolkit.gguf.names import choose, labels, models_in, split_name
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+_HUB_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/([\w.-]+/[\w.-]+(?::[\w.-]+)?).*"
+)
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors", "*.bin"]
 """Formats of weights. The first that a model has is downloaded."""
@@ -30,7 +33,7 @@ def locate(model: str | None, revision: str | None = None) -> Path:
     None and "tk-demo" are the demo model. The path is absolute: the process may change its folder
     later. Raises ModelNotFoundError with the places searched, and CheckpointError for a folder that
     is not a model."""
-    if model is None or (model == DEMO and not Path(model).exists()):
+    if model is None or is_demo(model):
         from toolkit.demo import MODEL_DIR
 
         return Path(MODEL_DIR)
@@ -59,6 +62,11 @@ def locate(model: str | None, revision: str | None = None) -> Path:
             f"or a GGUF file."
         )
     return _from_hub(model, revision)
+
+
+def is_demo(name: str) -> bool:
+    """Return True for the demo model's name, unless there is a folder of that name."""
+    return name == DEMO and not Path(name).exists()
 
 
 def locate_tokenizer(name: str) -> Path:
@@ -115,6 +123,11 @@ def require_on_hub(name: str) -> None:
         raise not_found(name, None, unreachable) from None
 
 
+def is_local(name: str) -> bool:
+    """Return True if a name is not looked up on the hub: the demo model's, or a path."""
+    return is_demo(name) or Path(name).expanduser().exists() or is_path(name)
+
+
 def is_path(name: str) -> bool:
     """Return True if a name can only be a path: of a GGUF file, or no valid name on the hub."""
     return not _HUB_NAME.fullmatch(name) or name.startswith(".") or _is_gguf_path(name)
@@ -126,9 +139,19 @@ def require_path(name: str) -> None:
     if path.exists() or not is_path(name):
         return
     kind = "file" if _is_gguf_path(name) else "folder"
-    raise ModelNotFoundError(
-        f"There is no {kind} {name}.{did_you_mean(path.name, _siblings(path.parent))}"
-    )
+    hint = address_hint(name) or did_you_mean(path.name, _siblings(path.parent))
+    raise ModelNotFoundError(f"There is no {kind} {name}.{hint}")
+
+
+def address_hint(name: str) -> str:
+    """Return a sentence with the name of the model whose address on the hub was given, else ""."""
+    found = _HUB_ADDRESS.fullmatch(name)
+    return f" The name of that model on the hub is {found[1]}." if found else ""
+
+
+def owner_hint(name: str) -> str:
+    """Return a sentence about names on the hub, for a name without an owner, else ""."""
+    return "" if "/" in name else " Names on the hub are OWNER/NAME."
 
 
 def _is_gguf_path(name: str) -> bool:
@@ -170,6 +193,7 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise ModelNotFoundError(
             f"There is no model {name}: no folder of that name in {Path.cwd()}, and none on the "
             f"hub (a private model needs HF_TOKEN).{did_you_mean(name, local_names())}"
+            f"{owner_hint(name)}"
         ) from None
     except Exception as error:  # of the hub's library, the HTTP library, or the disk
         if getattr(error, "errno", None) in _DISK_ERRORS:
@@ -259,7 +283,7 @@ def not_found(
     return ModelNotFoundError(
         f"There is no model {name}{at}: no folder of that name in {Path.cwd()}, it is not in the "
         f"cache ({constants.HF_HUB_CACHE}), and {unreachable.message}."
-        f"{did_you_mean(name, local_names())}"
+        f"{did_you_mean(name, local_names())}{owner_hint(name)}"
     )
 
 

@@ -194,6 +194,8 @@ class TestPull:
             ("org/tny", "There is no model org/tny"),
             ("./folder", "takes the name of a model on the hub"),
             ("/etc", "takes the name of a model on the hub"),
+            ("hf.co/org/tiny:Q4_K_M", "name of that model on the hub is org/tiny:Q4_K_M.\n"),
+            ("tk-demo", "tk-demo comes with tk: there is nothing to download."),
         ],
     )
     def test_invalid_name_is_an_error_of_one_line(self, tk, name, says):
@@ -216,6 +218,9 @@ class TestPull:
             assert re.search(
                 r"^  Qwen/Qwen3-0\.6B +1\.11 GiB  (yes|no)$", done.stderr, re.MULTILINE
             )
+            unknown = tk("show", "llama3.2", **down).stderr
+            assert unknown.endswith("Names on the hub are OWNER/NAME.\n")
+            assert done.stderr.count("OWNER/NAME") == 1
         assert "OWNER/NAME" not in tk("pull", "org/never").stderr
 
     def test_offline_error_names_the_hub_and_an_earlier_download(self, tk, folder):
@@ -276,8 +281,9 @@ class TestShow:
         ):
             assert here[name] == on_hub[name], name
 
-    def test_text_output_has_the_main_facts(self, tk):
-        done = tk("show")
+    @pytest.mark.parametrize("name", [(), ("tk-demo",)])
+    def test_text_output_has_the_main_facts(self, tk, name):
+        done = tk("show", *name)
         assert (done.returncode, done.stderr) == (0, "")
         facts = dict(
             line.strip().split(maxsplit=1)

@@ -64,7 +64,7 @@ def test_names_without_an_owner_get_models_that_fit(monkeypatch: pytest.MonkeyPa
     device = Device("cuda", "NVIDIA L4", 24 * GIB, 12 * GIB)
     monkeypatch.setattr(recommended, "find_device", lambda: device)
     lines = advice("llama3.2").splitlines()
-    assert lines[0].startswith(" Names on the hub are OWNER/NAME.")
+    assert lines[0].startswith(" Models to begin with,")
     assert "on NVIDIA L4, with 12.00 GiB free:" in lines[0]
     fits = {line.split()[0]: line.split()[3] for line in lines[3:]}
     assert list(fits) == [model.name for model in MODELS]

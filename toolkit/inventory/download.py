@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import hub
-from toolkit.config.engine import DEMO
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError
 from toolkit.gguf.names import split_name
 from toolkit.inventory.console import print_note
@@ -30,7 +29,7 @@ def download_missing(model: str | None, revision: str | None = None) -> None:
     """Download a model of the hub that is not on this machine, with a progress bar.
 
     Whoever loads it reports a model that is not found. Raises CheckpointError for a full disk."""
-    if model is None or model == DEMO or Path(model).expanduser().exists() or hub.is_path(model):
+    if model is None or hub.is_local(model):
         return
     if hub.cached_snapshot(model, revision, with_weights=True) is None:
         with suppress(ModelNotFoundError):
@@ -42,9 +41,12 @@ def pull(name: str, revision: str | None) -> Path:
 
     Cached files are kept, and broken connections resumed. Raises ModelNotFoundError if the hub
     does not answer, has no such model or denies access, and CheckpointError if the disk is full."""
+    if hub.is_demo(name):
+        raise ConfigError(f"{name} comes with tk: there is nothing to download.")
     if hub.is_path(name):
         raise ConfigError(
             f"tk pull takes the name of a model on the hub, such as org/model; got {name!r}."
+            f"{hub.address_hint(name)}"
         )
     try:
         missing = _missing_bytes(name, revision)
@@ -58,7 +60,7 @@ def pull(name: str, revision: str | None) -> Path:
         earlier = f" An earlier download is in {cached}." if cached is not None else ""
         raise ModelNotFoundError(
             f"{name} was not downloaded: {unreachable.message}. The hub is {_endpoint()} "
-            f"(HF_ENDPOINT). Complete files are kept.{earlier}{advice(name)}"
+            f"(HF_ENDPOINT). Complete files are kept.{earlier}{hub.owner_hint(name)}{advice(name)}"
         ) from None
     except ModelNotFoundError as error:
         raise ModelNotFoundError(error.message + advice(name)) from None

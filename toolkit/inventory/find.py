@@ -70,7 +70,7 @@ def find_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
     """Find a model by the name that `tk serve` takes. Downloads only its description.
 
     Raises ModelNotFoundError and CheckpointError as `hub.locate` does."""
-    if model is None or Path(model).expanduser().exists() or hub.is_path(model):
+    if model is None or hub.is_local(model):
         return read_folder(hub.locate(model), model or DEMO)
     snapshot = hub.cached_snapshot(model, revision, with_weights=True)
     if snapshot is not None:

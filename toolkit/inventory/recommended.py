@@ -47,7 +47,7 @@ def advice(name: str) -> str:
         for model in MODELS
     ]
     return (
-        " Names on the hub are OWNER/NAME. Models to begin with, and whether they fit on "
+        " Models to begin with, and whether they fit on "
         f"{device.name}, with {size(device.free)} free:\n\n"
         + "\n".join([f"  {'MODEL':{width}}  {'WEIGHTS':>10}  FITS", *rows])
     )
