@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from pathlib import Path
 from urllib.parse import quote
 
 import orjson
@@ -133,6 +134,9 @@ async def test_set_shows_changes_checks_and_resets_settings(server, connect, scr
         ("/set temperature 9", "/set temperature must be at most 2"),
         ("/set temprature 1", "Did you mean temperature?"),
         ("/set reasoning loud", "must be one of short, full, hidden"),
+        ("/set parameter top_p 0.5", "top_p: 0.5"),
+        ("/set system Be kind.", "The system message is set."),
+        ("/set system", "Be kind."),
     ):
         await handle_line(session, line)
         assert message in screen.stderr
@@ -206,6 +210,14 @@ async def test_conversations_are_saved_and_loaded_by_name(server, connect, scree
     assert [content for _, content in history(other)][::2] == ["One", "Two"]
     third = connect()
     await handle_line(third, "Three")
+    for line, message in (
+        ("/load first-tlk", "no conversation first-tlk. Did you mean first-talk?"),
+        ("/load other", "There is no conversation other. /load lists them."),
+        ("/save my talk", "The name of a conversation has letters, digits, - and _"),
+    ):
+        await handle_line(third, line)
+        assert message in screen.stderr
+    assert not Path("my talk").exists()
     await handle_line(third, "/save first-talk")
     assert "There is a conversation first-talk already" in screen.stderr
     assert third.path.exists()

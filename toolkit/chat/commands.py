@@ -107,7 +107,10 @@ async def set_system(session: Session, argument: str) -> None:
 
 
 async def change_setting(session: Session, argument: str) -> None:
-    name, _, value = argument.partition(" ")
+    name, _, value = argument.removeprefix("parameter ").strip().partition(" ")
+    if name == "system":
+        await set_system(session, value.strip())
+        return
     rows = _settings()
     if not name:
         _print_table(
@@ -215,6 +218,11 @@ async def save(session: Session, argument: str) -> None:
         session.terminal.note(f"Saved. /load {argument} resumes the conversation.")
         return
     path = Path(argument).expanduser()
+    if not path.suffix:
+        raise InvalidRequestError(
+            "The name of a conversation has letters, digits, - and _, and not only digits; a file "
+            f"ends with .md or .json. Got {argument!r}."
+        )
     try:
         if path.suffix == ".json":
             store.write(path, session.conversation, session.model.name)
@@ -243,6 +251,11 @@ async def load(session: Session, argument: str) -> None:
         )
     elif NAME.fullmatch(argument) and named.exists():
         session.resume(store.read(named))
+    elif NAME.fullmatch(argument) and not Path(argument).exists():
+        hint = did_you_mean(argument, [found.name for found in saved if found.name])
+        raise InvalidRequestError(
+            f"There is no conversation {argument}.{hint or ' /load lists them.'}"
+        )
     elif argument.isdecimal() and not 1 <= int(argument) <= len(saved):
         raise InvalidRequestError(f"There is no conversation {argument}: /load lists {len(saved)}.")
     elif argument.isdecimal():
