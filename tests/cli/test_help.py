@@ -114,6 +114,17 @@ def test_a_server_has_one_model(tk: Callable):
     assert done.stderr.startswith("tk: A server has one model; also given: b c. Start a server for")
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("run tk-demo What is TTFT", "Put the prompt in quotes; it is followed by: is TTFT."),
+        ("stop a b", "tk stop does not take these arguments: b."),
+    ],
+)
+def test_more_arguments_are_an_error_that_names_them(tk: Callable, line: str, message: str):
+    assert tk(*line.split()).stderr == f"tk: {message}\n"
+
+
 def test_tk_without_a_command_prints_help_to_stderr(tk: Callable):
     done = tk()
     assert (done.returncode, done.stdout) == (2, "")

@@ -121,12 +121,18 @@ def explain(error: Exception) -> int:
 def _usage_message(error: typer.TyperException) -> str:
     message: str = error.format_message()
     context = getattr(error, "ctx", None)
-    if message.startswith("Got unexpected extra") and getattr(context, "info_name", "") == "serve":
+    if not message.startswith("Got unexpected extra"):
+        return message
+    command = getattr(context, "info_name", "")
+    more = message.partition(" (")[2].removesuffix(")")
+    if command == "serve":
         return (
-            f"A server has one model; also given: {message.partition(' (')[2].removesuffix(')')}. "
-            "Start a server for each model, each with its own --port."
+            f"A server has one model; also given: {more}. Start a server for each model, each with "
+            "its own --port."
         )
-    return message
+    if command in ("chat", "run"):
+        return f"Put the prompt in quotes; it is followed by: {more}."
+    return f"tk {command} does not take these arguments: {more}."
 
 
 def _fail(message: str, code: int) -> int:
