@@ -139,7 +139,7 @@ def choose(word: str | None, command: str) -> RunningServer:
     for its message."""
     servers = running_servers()
     if not servers:
-        raise ConfigError("No server of yours runs on this machine.")
+        raise ConfigError(f"No server of yours runs on this machine.{_where_logs_are(command)}")
     found = [one for one in servers if word is None or one.is_called(word)]
     if len(found) == 1:
         return found[0]
@@ -148,12 +148,20 @@ def choose(word: str | None, command: str) -> RunningServer:
         names = [name for one in servers for name in one.names]
         raise ConfigError(
             f"No server has the name, port or process {word!r}.{did_you_mean(word or '', names)} "
-            f"Running: {titles}."
+            f"Running: {titles}.{_where_logs_are(command)}"
         )
     raise ConfigError(
         f"{len(found)} servers run: {titles}. Choose one by name, port or process: tk {command} "
         f"{found[0].port or found[0].pid}"
     )
+
+
+def _where_logs_are(command: str) -> str:
+    """Return a sentence about logs of servers that have ended, if tk logs finds no server."""
+    folder = _log_folder()
+    if command != "logs" or not any(folder.glob("*.log")):
+        return ""
+    return f" Logs of servers that ran in the background are in {folder}."
 
 
 def as_list(servers: Sequence[RunningServer]) -> str:
@@ -177,9 +185,13 @@ def make_private(folder: Path) -> None:
     _require_private(folder)
 
 
+def _log_folder() -> Path:
+    return error_log().parent / "servers"
+
+
 def new_log() -> Path:
     """Make a log file for a server in the background, and remove old ones. Raises ConfigError."""
-    folder = error_log().parent / "servers"
+    folder = _log_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file, path = tempfile.mkstemp(".log", time.strftime("%Y-%m-%d-%H%M%S-"), folder)

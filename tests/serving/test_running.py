@@ -244,6 +244,10 @@ def test_a_detached_server_is_ready_and_has_a_log(
     assert (len(left), left[-1]) == (MAX_LOGS - 1, server.log)  # less that of the failure
     assert tk("stop", port).stdout.startswith("Stopped ")
     os.waitpid(server.pid, 0)
+    assert Path(server.log).read_text().endswith("INFO shutting down\n")  # there are no requests
+    assert tk("logs").stderr.endswith(
+        f"Logs of servers that ran in the background are in {logs}.\n"
+    )
 
 
 @pytest.mark.usefixtures("tk")

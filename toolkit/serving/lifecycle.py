@@ -156,12 +156,15 @@ async def _log_countdown(front: FrontEnd, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     interval = 1.0 if sys.stderr.isatty() else 10.0
     while True:
-        left = max(0, math.ceil(deadline - time.monotonic()))
-        logger.info(
-            "shutting down: %d open requests have %d s to finish; another signal ends them at once",
-            front.num_active,
-            left,
-        )
+        if num_active := front.num_active:
+            logger.info(
+                "shutting down: %d open requests have %d s to finish; another signal ends them at "
+                "once",
+                num_active,
+                max(0, math.ceil(deadline - time.monotonic())),
+            )
+        else:
+            logger.info("shutting down")
         await asyncio.sleep(interval)
 
 
