@@ -32,7 +32,7 @@ class OllamaEmbedRequest(OllamaRequest):
     )
 
     input: Annotated[Annotated[Text, TEXT] | Annotated[list[Text], FAIL_FAST, LIST], BY_KIND] = (
-        Field(description="A text, or up to 2048")
+        Field("", description="A text, or up to 2048. Without one there are no embeddings")
     )
     truncate: bool = Field(True, description="Cut texts that are too long; false: refuse them")
     dimensions: int | None = Field(
@@ -48,7 +48,7 @@ class OllamaEmbeddingRequest(OllamaRequest):
         extra="allow", json_schema_extra={"example": {"prompt": "The sea is calm."}}
     )
 
-    prompt: Text
+    prompt: Text = ""
 
 
 @router.post("/api/embed", response_model=None, responses=answers(OllamaEmbeddings))
@@ -56,7 +56,7 @@ class OllamaEmbeddingRequest(OllamaRequest):
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embed texts: each becomes a vector, and similar texts get similar vectors."""
     started = time.monotonic()
-    texts = [body.input] if isinstance(body.input, str) else body.input
+    texts = _texts(body.input) if isinstance(body.input, str) else body.input
     truncate = _CUT if body.truncate else None
     name, vectors, usage = await _embed(body, request, texts, truncate, body.dimensions)
     return _json(
@@ -74,8 +74,13 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 @access(Access.MODEL_WORK)
 async def embeddings(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """Embed a text. /api/embed has replaced this route."""
-    _, vectors, _ = await _embed(body, request, [body.prompt], _CUT)
-    return _json({"embedding": vectors[0]})
+    _, vectors, _ = await _embed(body, request, _texts(body.prompt), _CUT)
+    return _json({"embedding": vectors[0] if vectors else []})
+
+
+def _texts(text: str) -> list[str]:
+    """Return a list of the text. As in Ollama, an empty one asks for nothing."""
+    return [text] if text else []
 
 
 async def _embed(
