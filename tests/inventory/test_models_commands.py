@@ -404,7 +404,7 @@ class TestModels:
         assert [row["name"] for row in json.loads(tk("models", "--json").stdout)] == ["tk-demo"]
 
     def test_table_is_on_stdout_and_notes_are_on_stderr(self, tk):
-        done = tk("models")
+        done = tk("ls")  # or list, or models
         head, row = done.stdout.splitlines()
         assert head.split() == ["MODEL", "KIND", "PARAMS", "DTYPE", "SIZE", "CONTEXT", "FITS"]
         assert row.split() == ["tk-demo", "gpt2", "3.81M", "float16", "7.4", "MiB", "512", "yes"]

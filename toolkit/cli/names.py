@@ -8,6 +8,6 @@ SUBJECTS = {
 }  # commands by the subject that the help lists them under
 COMMANDS = tuple(name for names in SUBJECTS.values() for name in names)
 
-ALIASES = {"list": "models", "version": "--version"}  # and `help COMMAND`
+ALIASES = {"list": "models", "ls": "models", "version": "--version"}  # and `help COMMAND`
 
 VALUES = "__values"  # command that completion scripts call for model names
