@@ -204,11 +204,18 @@ async def test_refusal_is_one_line_and_does_not_end_the_chat(
     assert screen.stdout == ""
 
 
-async def test_missing_server_is_one_line(screen, unused_tcp_port):
-    client = ChatClient(Address(f"http://127.0.0.1:{unused_tcp_port}"))
+@pytest.mark.parametrize(
+    ("uds", "message"),
+    [
+        (None, "No server answers at http://127.0.0.1:"),
+        ("/no.sock", "The private server has ended."),
+    ],
+)
+async def test_missing_server_is_one_line(screen, unused_tcp_port, uds, message):
+    client = ChatClient(Address(f"http://127.0.0.1:{unused_tcp_port}", uds=uds))
     await handle_line(Session(client, ModelInfo("m"), ChatConfig(), screen.terminal), "Hi")
-    assert f"No server answers at http://127.0.0.1:{unused_tcp_port}" in screen.stderr
-    with pytest.raises(ServerError, match="No server answers"):
+    assert message in screen.stderr
+    with pytest.raises(ServerError, match=message):
         client.address.list_models()
     await client.close()
 

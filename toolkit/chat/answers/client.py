@@ -78,7 +78,7 @@ class Address:
             with self.client() as http:
                 response = http.get("/v1/models", timeout=10.0)
         except httpx.HTTPError as error:
-            raise unreachable(self.title, error) from None
+            raise self.unreachable(error) from None
         if response.status_code != 200:
             raise self.refused(response.status_code, response.content)
         try:
@@ -90,6 +90,14 @@ class Address:
                 f"{self.title} lists no models, so it is not an OpenAI-compatible server."
             )
         return models
+
+    def unreachable(self, error: httpx.HTTPError) -> ServerError:
+        if self.uds is None:
+            return unreachable(self.url, error)
+        return ServerError(
+            "The private server has ended. 'tk chat MODEL' starts another, and continues the last "
+            "conversation with -c."
+        )
 
     def refused(self, status: int, body: bytes) -> ServerError:
         reason = error_message(body)
@@ -128,7 +136,7 @@ class ChatClient:
                 else:
                     yield parse_delta(await response.aread())
         except httpx.ConnectError as error:
-            raise unreachable(self.address.title, error) from None
+            raise self.address.unreachable(error) from None
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise ServerError(f"Lost the connection to {self.address.title} ({reason}).") from None
