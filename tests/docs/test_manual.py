@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,7 +166,7 @@ class TestCommand:
         assert done.stdout == text_of("tk-bench-offline.1")
 
     def test_man_shows_the_page_if_it_is_installed(self, tmp_path):
-        (tmp_path / "man").write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+        (tmp_path / "man").write_text('#!/bin/sh\nprintf "<%s>" "$@"\nkill -PIPE $$\n')
         (tmp_path / "man").chmod(0o755)
         done = subprocess.run(
             [sys.executable, "-m", "toolkit", "man", "metrics"],
@@ -173,6 +174,7 @@ class TestCommand:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.stdout == f"<{ROOT / 'man' / 'tk-metrics.7'}>"
+        assert done.returncode == -signal.SIGPIPE  # `tk man | head` ends it without a message
 
     def test_pages_are_found_by_their_names(self):
         assert page_name([]) == "tk.1"

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 from typing import Annotated
 
@@ -32,6 +33,7 @@ def man(
     reader = shutil.which("man")
     sys.stdout.flush()
     if reader is not None:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ignored, it makes man's filters complain
         os.execv(reader, [reader, str(path)])
     from toolkit.cli.roff import as_text
 
