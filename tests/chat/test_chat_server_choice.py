@@ -20,6 +20,7 @@ from toolkit.client.wire import ServerError
 from toolkit.config.clients import ChatConfig
 from toolkit.config.fields import Word
 from toolkit.errors import ConfigError, ModelNotFoundError
+from toolkit.running import RunningServer, listed
 
 
 @pytest.fixture
@@ -47,6 +48,21 @@ def test_server_at_the_default_address_is_used(server, private, screen, monkeypa
     for name in (None, "fake", "../folder"):
         with run.find_server(ChatConfig(model=name), screen.terminal) as (address, model):
             assert (address.url, model.name, model.max_context) == (server.url, "fake", 100)
+    assert private == []
+
+
+@pytest.mark.parametrize("model", [None, "fake"])
+def test_server_that_starts_is_waited_for(server, private, screen, monkeypatch, model):
+    monkeypatch.setattr(run, "DEFAULT_URL", "http://127.0.0.1:1")
+    starting = RunningServer(
+        model="fake", names=("fake",), url=server.url, host=None, port=1, uds=None, needs_key=False
+    )
+    with listed(starting) as set_state:
+        monkeypatch.setattr(run.time, "sleep", lambda _: set_state("ready"))
+        config = ChatConfig(model=model)
+        with run.find_server(config, screen.terminal, is_question=True) as (address, _):
+            assert address.url == server.url
+    assert f"Waiting for fake at {server.url} to start" in screen.stderr
     assert private == []
 
 

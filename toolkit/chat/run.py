@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,11 +15,11 @@ import httpx
 from toolkit.chat import store
 from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.kept import can_keep_servers, kept_server, kept_servers
-from toolkit.chat.local import exit_on_signals, local_server
+from toolkit.chat.local import POLL, exit_on_signals, local_server
 from toolkit.chat.screen.starting import show_progress
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
-from toolkit.client.choice import choose_server, ready_servers
+from toolkit.client.choice import choose_server, ready_servers, starting_server
 from toolkit.client.trust import Trust, unreachable, why_untrusted
 from toolkit.client.wire import KeyRejectedError, ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
@@ -185,7 +186,7 @@ def find_server(
     is_question: bool = False,
     flags: Sequence[str] = (),
 ) -> Iterator[tuple[Address, ModelInfo]]:
-    """Yield a server and a model: at --url, else one that runs here, else a private server.
+    """Yield a server and a model: at --url, else one that runs or starts here, else a private one.
 
     Raises ServerError if it cannot be reached or started, or if only the demo model could answer a
     single question: a script would take its answer for that of a real model."""
@@ -195,6 +196,8 @@ def find_server(
         return
     if not flags:
         found = find_running_server(config, terminal) or find_kept_server(config)
+        if found is None and wait_for_start(config.model, terminal):
+            found = find_running_server(config, terminal)
         if found is not None:
             yield found[0], require_chat(*found)
             return
@@ -223,6 +226,19 @@ def find_server(
         )
         address = Address(server.url, server.api_key)
         yield address, require_chat(address, address.list_models()[0])
+
+
+def wait_for_start(model: str | None, terminal: Terminal) -> bool:
+    """Wait while a server starts that will have the model. Return False if none does."""
+    server = starting_server(model)
+    if server is None:
+        return False
+    started = time.monotonic()
+    with show_progress(terminal, f"Waiting for {server.title} to start") as tick:
+        while starting_server(model) is not None:
+            tick(time.monotonic() - started, "")
+            time.sleep(POLL)
+    return True
 
 
 def find_kept_server(config: ChatConfig) -> tuple[Address, ModelInfo] | None:

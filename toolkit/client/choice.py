@@ -13,6 +13,12 @@ def ready_servers() -> list[RunningServer]:
     return [one for one in running_servers() if one.state == "ready" and one.uds is None]
 
 
+def starting_server(model: str | None) -> RunningServer | None:
+    """Return a server that starts and will have the model, without a model any; None: none."""
+    found = (one for one in running_servers() if one.state == "starting" and one.uds is None)
+    return next((one for one in found if model is None or one.has(model)), None)
+
+
 def choose_server(model: str | None = None) -> RunningServer | None:
     """Return the only running server, or of several the one that the user chooses.
 

@@ -72,6 +72,11 @@ class Address:
         """Address for messages."""
         return self.url if self.uds is None else "a private server"
 
+    @property
+    def subject(self) -> str:
+        """The server, at the beginning of a message."""
+        return f"The server at {self.url}" if self.uds is None else "The private server"
+
     def list_models(self) -> list[ModelInfo]:
         """Return the server's models, in its order. Raises ServerError, also if there are none."""
         try:
@@ -103,11 +108,9 @@ class Address:
         reason = error_message(body)
         if status in (401, 403):
             what = "rejected the API key" if self.api_key else "needs an API key"
-            return KeyRejectedError(
-                f"The server at {self.title} {what} (--api-key or TK_API_KEY): {reason}"
-            )
+            return KeyRejectedError(f"{self.subject} {what} (--api-key or TK_API_KEY): {reason}")
         return ServerError(
-            f"The server at {self.title} refused the request (HTTP {status}): {reason}",
+            f"{self.subject} refused the request (HTTP {status}): {reason}",
             code=error_code(body),
         )
 
