@@ -19,7 +19,8 @@ def main() -> int:
     shutil.rmtree(LINKS, ignore_errors=True)
     (LINKS / "toolkit").mkdir(parents=True)
     for path in (ROOT / "toolkit").iterdir():
-        (LINKS / "toolkit" / path.name).symlink_to(path)
+        if path.name != "kernels":
+            (LINKS / "toolkit" / path.name).symlink_to(path)
     (LINKS / "toolkit" / "kernels").symlink_to(ROOT / "kernels")
     (LINKS / "tools").symlink_to(ROOT / "tools")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
