@@ -269,6 +269,14 @@ def test_markup_in_an_answer_is_shown_as_text(page: Browser) -> None:
     assert page.run("window.ran") is None
 
 
+def test_text_from_right_to_left_is_shown_so_but_not_code(page: Browser) -> None:
+    ask(page, "مرحبا")
+    reply(page, "- مرحبا\n\n```py\nprint(1)\n```\n")
+    direction = "getComputedStyle($('turns').querySelector('{}')).direction"
+    shown = [page.run(direction.format(name)) for name in (".body", ".answer li", ".answer pre")]
+    assert shown == ["rtl", "rtl", "ltr"]
+
+
 def test_questions_are_edited_and_answered_again(page: Browser) -> None:
     ask(page, "one")
     reply(page, "first")
@@ -285,7 +293,7 @@ def test_questions_are_edited_and_answered_again(page: Browser) -> None:
     ask(page, "three")
     assert questions(reply(page, "third")) == ["three"]
     assert page.run("[current.turns.length, current.title]") == [1, "three"]
-    page.run("document.querySelector('#list .icon').click()")
+    page.run("document.querySelector('#list [aria-label^=Delete]').click()")
     page.until("!$('toast').hidden")
     assert page.run("conversations.some((one) => one.title === 'three')") is False
     page.run("document.querySelector('#toast button').click()")
@@ -396,6 +404,52 @@ def test_pictures_are_for_models_that_take_them(page: Browser) -> None:
     url = image["image_url"]["url"]
     assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size == (2048, 4)
     page.run("models[0].input_modalities.pop()")
+
+
+def test_tabs_show_and_stop_each_others_answers(page: Browser) -> None:
+    """The page and a script in the place of another tab."""
+    page.run("(tab = new BroadcastChannel('tk:/')).onmessage = ({data}) => (received = data)")
+    page.run("received = null, toTab = (changed) => tab.postMessage({...current, ...changed})")
+    state = "received?.turns?.[0].answers[0].state"
+    ask(page, "one")
+    page.until(f"{state} === 'running'")
+    page.run("received = null, tab.postMessage(null)")  # the other tab is opened now
+    page.until(f"{state} === 'running'")
+    page.run("toTab({title: 'Named there'})")
+    page.until("$('list').innerText.includes('Named there')")
+    assert page.run("jobs.size") == 1
+    page.run("received.turns[0].answers[0].state = 'stopped', toTab(received)")
+    page.until(f"{ANSWERED} && $('turns').innerText.includes('Stopped.')")
+
+    page.run("received.turns[0].answers[0].state = 'running', toTab(received)")
+    page.until("$('send').getAttribute('aria-label') === 'Stop' && document.querySelector('.busy')")
+    page.run("received = null")
+    ask(page, "two")  # waits in the field
+    assert page.run("[current.turns.length, $('text').value]") == [1, "two"]
+    page.press("Escape", 27)
+    page.until(f"{state} === 'stopped'")
+    page.run("draft('', []), toTab({turns: undefined})")
+    page.until("!current.turns.length && !$('list').innerText.includes('Named there')")
+    page.run("tab.close()")
+
+
+def test_conversations_are_renamed(page: Browser) -> None:
+    ask(page, "one")
+    reply(page, "first")
+    page.run("$('list').querySelector('[aria-current]').focus()")
+    page.run("prompt = () => ' Sorting ', document.activeElement.nextSibling.click()")
+    page.until("$('list').querySelector('[aria-current]').innerText === 'Sorting'")
+    page.run("prompt = () => null, rename(current)")
+    assert page.run("store.all().then(([newest]) => newest.title)") == "Sorting"
+
+
+def test_a_server_that_is_gone_is_named_below_the_message(page: Browser) -> None:
+    page.call("Network.enable")
+    offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.call("Network.emulateNetworkConditions", offline=True, **offline)
+    page.until("$('hint').textContent.startsWith('The server does not answer.')")
+    page.call("Network.emulateNetworkConditions", offline=False, **offline)
+    page.until("$('hint').textContent.startsWith('Enter sends')")
 
 
 def test_models_are_listed_with_their_adapters(page: Browser) -> None:

@@ -22,9 +22,9 @@ let conversations = []; // the newest first
 let current; // the conversation on the screen; in `conversations` once it has a turn
 let attached = []; // {name, text} and {name, picture} of the message being written
 let editing = null; // index of the turn whose question is being edited
-let isDown = false; // the server's load could not be read
+let failure = ""; // to read the server's load
 let isFollowing = true; // the end of the conversation stays in view
-const jobs = new Map(); // id of a conversation: {stop, answer}, while an answer grows
+const jobs = new Map(); // id of a conversation: AbortController, while this tab gets its answer
 const views = new WeakMap(); // turn: TurnView
 const settings = readStorage("localStorage", "tk-settings", {});
 
@@ -113,7 +113,13 @@ function newConversation() {
   return { id, title: "New conversation", updated: 0, model: null, skipped: 0, turns: [] };
 }
 
+const answerOf = (turn) => turn?.answers[turn.shown];
+
+/** Return whether a conversation is being answered, in this tab or another. */
+const isRunning = ({ turns }) => answerOf(turns.at(-1))?.state === "running";
+
 function show(conversation) {
+  isFollowing ||= conversation.id !== current.id;
   current = conversation;
   const hash = conversation.turns.length ? `#${conversation.id}` : location.pathname;
   history.replaceState(null, "", hash);
@@ -124,14 +130,13 @@ function show(conversation) {
   showList();
   showSend();
   showFigures();
-  openSide(false);
-  isFollowing = true;
   follow();
 }
 
 /** Open a conversation, and be ready to write. On a touch screen that would open the keyboard. */
 function enter(conversation) {
   show(conversation);
+  openSide(false);
   write();
 }
 
@@ -145,16 +150,22 @@ function showList() {
   $("empty").hidden = current.turns.length > 0;
   $("list").replaceChildren(...conversations.map((one) => el("li", {},
     el("button", {
-      class: jobs.has(one.id) ? "open busy" : "open",
+      class: isRunning(one) ? "open busy" : "open",
       "aria-current": one === current ? "true" : undefined, onclick: () => enter(one),
     }, el("span", {}, one.title)),
+    iconButton("edit", `Rename ${one.title}`, () => rename(one)),
     iconButton("delete", `Delete ${one.title}`, () => remove([one])))));
+}
+
+function rename(conversation) {
+  conversation.title = prompt("Title", conversation.title)?.trim() || conversation.title;
+  save(conversation);
+  showList();
 }
 
 async function save(conversation) {
   conversation.updated = Date.now();
-  if (!conversations.includes(conversation)) conversations.unshift(conversation);
-  conversations.sort((a, b) => b.updated - a.updated);
+  list([conversation]);
   try {
     await store.put(conversation);
   } catch {
@@ -162,32 +173,37 @@ async function save(conversation) {
   }
 }
 
+/** Put conversations in the place of those with their ids, the newest first. */
+function list(changed) {
+  const ids = changed.map((one) => one.id);
+  conversations = conversations.filter((one) => !ids.includes(one.id));
+  conversations.push(...changed.filter((one) => one.turns));
+  conversations.sort((a, b) => b.updated - a.updated);
+}
+
 async function remove(gone) {
-  for (const one of gone) jobs.get(one.id)?.stop.abort();
-  conversations = conversations.filter((one) => !gone.includes(one));
-  if (gone.includes(current)) show(newConversation());
-  else showList();
+  for (const one of gone) receive({ id: one.id });
   write();
   for (const one of gone) await store.remove(one.id);
   toast(gone.length === 1 ? "Conversation deleted." : "Conversations deleted.", async () => {
-    conversations.push(...gone);
-    conversations.sort((a, b) => b.updated - a.updated);
+    list(gone);
     showList();
     for (const one of gone) await store.put(one);
   });
 }
 
-/** Read what other tabs have changed. */
-async function reload() {
-  const found = await store.all();
-  if (!store.isKept || jobs.size || editing !== null) return;
-  conversations = found;
-  const same = conversations.find((one) => one.id === current.id);
-  if (same && same.updated !== current.updated) show(same);
-  else {
-    if (same) conversations[conversations.indexOf(same)] = current;
-    showList();
+/** Take over a conversation that another tab has changed, stopped or deleted. */
+function receive(found) {
+  const isDeleted = !found.turns;
+  const job = jobs.get(found.id);
+  if (isDeleted || !isRunning(found)) job?.abort();
+  if (job && !isDeleted) { // this tab has more of the answer
+    conversations.find(({ id }) => id === found.id).title = found.title;
+    return showList();
   }
+  list([found]);
+  if (found.id === current.id) show(isDeleted ? newConversation() : found);
+  else showList();
 }
 
 // Turns
@@ -201,10 +217,11 @@ function viewOf(turn) {
 class TurnView {
   constructor(turn) {
     this.turn = turn;
-    this.thoughts = new MarkdownView(el("div", { class: "md" }));
+    const markdown = () => new MarkdownView(el("div", { class: "md", dir: "auto" }));
+    this.thoughts = markdown();
     this.summary = el("summary");
     this.folded = el("details", { class: "thoughts" }, this.summary, this.thoughts.node);
-    this.text = new MarkdownView(el("div", { class: "md" }));
+    this.text = markdown();
     this.note = el("p", { class: "note" });
     this.error = el("p", { class: "error" });
     this.waiting = el("span", { class: "waiting" });
@@ -223,7 +240,7 @@ class TurnView {
       parts.unshift(el("div", { class: "pictures" }, ...pictures.map((one) =>
         el("img", { src: one.picture, alt: one.name }))));
     }
-    if (text) parts.push(el("div", { class: "body" }, text));
+    if (text) parts.push(el("div", { class: "body", dir: "auto" }, text));
     return el("article", { class: "question", "aria-label": "You" }, ...parts,
       el("div", { class: "bar" },
         iconButton("copy", "Copy question", (event) => copy(event, text)),
@@ -232,8 +249,7 @@ class TurnView {
 
   /** Show the answer as it is now. */
   update() {
-    const { answers, shown } = this.turn;
-    const answer = answers[shown];
+    const answer = answerOf(this.turn);
     if (!answer) return;
     const isRunning = answer.state === "running";
     this.answer.setAttribute("aria-label", `Answer of ${answer.model}`);
@@ -334,18 +350,18 @@ function ask(text, attachments) {
 }
 
 function regenerate(turn) {
-  if (jobs.has(current.id)) return;
-  isFollowing = true;
+  if (isRunning(current)) return;
   $("talk").focus();
   answerTurn(current, turn);
 }
 
 /** Get an answer, and show it while it grows. */
 async function answerTurn(conversation, turn) {
+  isFollowing = true;
   const card = chosen();
   const answer = { text: "", reasoning: "", model: card.id, state: "running",
     context: card.max_model_len };
-  const job = { stop: new AbortController(), answer };
+  const job = new AbortController();
   jobs.set(conversation.id, job);
   turn.answers = turn.answers.filter((one) => one.text || one.reasoning); // without failed ones
   turn.shown = turn.answers.push(answer) - 1;
@@ -372,14 +388,13 @@ async function answerTurn(conversation, turn) {
     requestAnimationFrame(() => ((isDrawing = false), update()));
   };
   try {
-    await readAnswer(conversation, answer, job.stop.signal, () => {
+    await readAnswer(conversation, answer, job.signal, () => {
       draw();
       if (performance.now() - saved > SAVE && conversations.includes(conversation)) {
         saved = performance.now();
         save(conversation);
       }
     });
-    if (answer.state === "running") answer.state = "done";
   } catch (error) {
     answer.state = error.name === "AbortError" ? "stopped" : "failed";
     if (answer.state === "failed") answer.error = error.message;
@@ -400,7 +415,7 @@ async function readAnswer(conversation, answer, signal, changed) {
   const began = performance.now();
   const response = await sendTurns(conversation, signal);
   answer.skipped = conversation.skipped;
-  let first, before = 0;
+  let first, before = 0, state = "done";
   for await (const event of readEvents(response)) {
     const choice = event.choices[0];
     const text = choice?.delta?.content ?? choice?.text ?? "";
@@ -420,17 +435,18 @@ async function readAnswer(conversation, answer, signal, changed) {
     }
     if (choice?.finish_reason) {
       const states = { length: "cut", abort: "stopped" };
-      answer.state = states[choice.finish_reason] ?? "done";
+      state = states[choice.finish_reason] ?? "done";
     }
     changed();
   }
+  answer.state = state;
 }
 
 /** Send a conversation. The oldest turns are left out if the context is too short for all. */
 async function sendTurns(conversation, signal) {
   const card = chosen();
   const { turns } = conversation;
-  const last = turns.at(-2)?.answers[turns.at(-2).shown];
+  const last = answerOf(turns.at(-2));
   if (last?.prompt && last.context === card.max_model_len) {
     let size = last.prompt + last.tokens + Math.ceil(textOf(turns.at(-1).question).length / 3);
     if (size > (1 - RESERVED) * card.max_model_len) {
@@ -452,7 +468,7 @@ async function sendTurns(conversation, signal) {
 }
 
 function lengthOf(turn) {
-  return textOf(turn.question).length + (turn.answers[turn.shown]?.text.length ?? 0);
+  return textOf(turn.question).length + (answerOf(turn)?.text.length ?? 0);
 }
 
 /** Return the path and the options of a request for the last turn's answer. */
@@ -461,7 +477,7 @@ function request(model, turns, signal) {
     model, stream: true, ...sampling(),
     stream_options: { include_usage: true, continuous_usage_stats: true },
   };
-  const before = (turn) => turn !== turns.at(-1) && turn.answers[turn.shown]?.text;
+  const before = (turn) => turn !== turns.at(-1) && answerOf(turn)?.text;
   if (!canChat()) {
     body.prompt = turns.map((one) => textOf(one.question) + (before(one) || "")).join("");
     body.max_tokens ??= 256;
@@ -507,18 +523,27 @@ function sampling() {
 // The message being written
 
 function showSend() {
-  const isRunning = jobs.has(current.id);
+  const isBusy = isRunning(current);
   const button = $("send");
-  button.setAttribute("aria-label", isRunning ? "Stop" : "Send");
-  button.title = isRunning ? "Stop (Esc)" : "Send (Enter)";
-  button.querySelector("use").setAttribute("href", isRunning ? "#i-stop" : "#i-send");
-  button.disabled = !isRunning && (!canAnswer() || (!$("text").value.trim() && !attached.length));
-  $("hint").textContent = isRunning ? "Esc stops" : "Enter sends, Shift+Enter starts a line";
+  button.setAttribute("aria-label", isBusy ? "Stop" : "Send");
+  button.title = isBusy ? "Stop (Esc)" : "Send (Enter)";
+  button.querySelector("use").setAttribute("href", isBusy ? "#i-stop" : "#i-send");
+  button.disabled = !isBusy && (!canAnswer() || (!$("text").value.trim() && !attached.length));
+  $("hint").textContent = failure ||
+    (isBusy ? "Esc stops" : "Enter sends, Shift+Enter starts a line");
+}
+
+/** Stop the answer. If another tab gets it, that tab stops when it receives the change. */
+function stop() {
+  const job = jobs.get(current.id);
+  if (job) return job.abort();
+  answerOf(current.turns.at(-1)).state = "stopped";
+  save(current);
+  show(current);
 }
 
 function submit() {
-  const job = jobs.get(current.id);
-  if (job) return job.stop.abort();
+  if (isRunning(current)) return stop();
   const text = $("text").value.trim();
   if ((!text && !attached.length) || !canAnswer()) return;
   ask(text, attached);
@@ -540,7 +565,7 @@ function draft(text, attachments) {
 }
 
 function edit(turn) {
-  if (jobs.has(current.id)) return;
+  if (isRunning(current)) return;
   editing = current.turns.indexOf(turn);
   $("editing").hidden = false;
   draft(turn.question.text, [...turn.question.files, ...turn.question.pictures]);
@@ -605,9 +630,7 @@ async function readPicture(file) {
 // Figures
 
 function showFigures() {
-  const job = jobs.get(current.id);
-  const turn = current.turns.at(-1);
-  const answer = job?.answer ?? turn?.answers[turn.shown];
+  const answer = answerOf(current.turns.at(-1));
   $("figure-speed").textContent = answer?.speed ? number(answer.speed) : "–";
   $("figure-ttft").textContent = answer?.ttft === undefined ? "–" : time(answer.ttft);
 }
@@ -621,11 +644,12 @@ async function poll() {
       shown.running = load.num_requests_running;
       shown.queue = load.num_requests_waiting;
       shown.kv = `${Math.round(100 * load.kv_cache_usage)}%`;
-      if (isDown) connect(); // it may serve another model
-      isDown = false;
-    } catch {
-      isDown = true;
+      if (failure) connect(); // it may serve another model
+      failure = "";
+    } catch (error) {
+      failure = error.message;
     }
+    showSend();
     for (const [name, value] of Object.entries(shown)) $(`figure-${name}`).textContent = value;
   }
   setTimeout(poll, POLL);
@@ -718,7 +742,7 @@ function listen() {
   on("text", "keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouch()) {
       event.preventDefault();
-      if (!jobs.has(current.id)) submit();
+      if (!isRunning(current)) submit();
     } else if (event.key === "ArrowUp" && !$("text").value && current.turns.length) {
       event.preventDefault();
       edit(current.turns.at(-1));
@@ -777,7 +801,7 @@ function listen() {
     if (event.isComposing) return;
     if (event.key === "Escape" && !event.target.closest("dialog")) {
       if ($("side").classList.contains("open")) openSide(false);
-      else if (jobs.has(current.id)) jobs.get(current.id).stop.abort();
+      else if (isRunning(current)) stop();
       else cancelEdit();
     } else if (event.key === "/" && !isWriting && !event.ctrlKey && !event.metaKey) {
       event.preventDefault();
@@ -788,12 +812,13 @@ function listen() {
     }
   });
   addEventListener("visibilitychange", () => {
-    if (document.hidden) return;
-    reload();
-    connect();
+    if (!document.hidden) connect();
   });
   addEventListener("pagehide", () => {
-    for (const one of conversations) if (jobs.has(one.id)) store.put(one);
+    for (const one of conversations.filter(({ id }) => jobs.has(id))) {
+      answerOf(one.turns.at(-1)).state = "lost";
+      store.put(one);
+    }
   });
 }
 
@@ -801,13 +826,16 @@ async function main() {
   applyTheme();
   current = newConversation();
   listen();
-  store = await Store.open();
+  store = await Store.open((found) => (found ? receive(found) : conversations.forEach((one) => {
+    if (jobs.has(one.id)) store.put(one);
+  })));
   if (!store.isKept) $("keeping").textContent = "This browser keeps no data: conversations end " +
     "with this page.";
   conversations = await store.all();
   for (const turn of conversations.flatMap((one) => one.turns)) {
     for (const answer of turn.answers) if (answer.state === "running") answer.state = "lost";
   }
+  store.tabs.postMessage(null);
   const asked = location.hash.slice(1);
   show(conversations.find((one) => one.id === asked) ?? current);
   await connect();

@@ -1,15 +1,22 @@
 
-// Conversations in the browser's database. Without one they last as long as the page.
+// Conversations in the browser's database. Without one they last as long as the page. The page's
+// other tabs receive what one tab changes.
 //
 // A conversation: {id, title, updated, model, skipped, turns}. `skipped`: oldest turns that are no
 // longer sent. A turn: {question: {text, files, pictures}, answers, shown}.
 
 class Store {
+  // `receive` gets conversations that other tabs change, {id} of those that they delete, and null
+  // from a new tab, which asks for those that are being answered.
+
   /** Open the database. Pages of other paths of this host have others. */
-  static async open() {
+  static async open(receive) {
     const store = new Store();
+    const name = `tk:${location.pathname}`;
+    store.tabs = new BroadcastChannel(name);
+    store.tabs.onmessage = ({ data }) => receive(data);
     try {
-      const opening = indexedDB.open(`tk:${location.pathname}`, 1);
+      const opening = indexedDB.open(name, 1);
       opening.onupgradeneeded = () =>
         opening.result.createObjectStore("conversations", { keyPath: "id" });
       store.database = await done(opening);
@@ -30,10 +37,12 @@ class Store {
   }
 
   async put(conversation) {
+    this.tabs.postMessage(conversation);
     if (this.isKept) await done(this.access("readwrite").put(conversation));
   }
 
   async remove(id) {
+    this.tabs.postMessage({ id });
     if (this.isKept) await done(this.access("readwrite").delete(id));
   }
 
