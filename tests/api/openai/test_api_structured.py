@@ -183,6 +183,16 @@ def test_json_object_is_valid_json(ai):
     assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_schema_may_stand_next_to_the_type(ai, kind):
+    answer = ai.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        extra_body={"response_format": {"type": kind, "schema": {"const": {"a": 7}}}} | NO_THOUGHTS,
+    )
+    assert json.loads(answer.choices[0].message.content or "") == {"a": 7}
+
+
 # ---- tools
 
 
@@ -506,7 +516,7 @@ def test_answer_follows_a_structural_tag(served: Server, field: str) -> None:
     ]
     tag: Any = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
     asked = {field: {"structural_tag": tag} if field == "structured_outputs" else tag}
-    body = {"messages": ASK, "max_tokens": 40} | asked
+    body = {"messages": ASK, "max_tokens": 40} | asked | NO_THOUGHTS
     answer = served.http.post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "<answer>42"
 
@@ -519,6 +529,7 @@ def test_answer_follows_a_structural_tag(served: Server, field: str) -> None:
     [
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "xml"}}, None, "json_schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format", "json_object"),
         (
             {
                 "response_format": {

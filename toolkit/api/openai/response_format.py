@@ -29,6 +29,9 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
     json_schema: JsonSchemaFormat | None = None
+    schema_: Schema | None = Field(
+        None, alias="schema", description="JSON schema next to the type, as llama.cpp has it"
+    )
     format: Schema | None = Field(
         None, description="Of a structural_tag, as xgrammar and vLLM describe it"
     )
@@ -51,7 +54,15 @@ class ResponseFormat(Body):
             raise InvalidParamError(
                 "response_format", f"takes {min(tag)} with the type structural_tag alone."
             )
-        return constraint_of(self.type, self.json_schema, param="response_format")
+        schema = self.json_schema
+        if self.schema_ is not None:
+            if schema is not None or not self.type.startswith("json"):
+                raise InvalidParamError(
+                    "response_format",
+                    "takes schema with the type json_object, or json_schema without json_schema.",
+                )
+            return StructuredOutputsParams(json=self.schema_, lenient=True, param="response_format")
+        return constraint_of(self.type, schema, param="response_format")
 
 
 def constraint_of(
