@@ -196,6 +196,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_kept(
     enter_key(browser, "wrong")
     browser.until("$('login-error').textContent")
     assert browser.run("$('login-error').textContent") == "The server refuses this key."
+    assert browser.run("$('empty-facts').textContent") == "Settings take the server's key."
     enter_key(browser, KEY)
     browser.until("!$('login').open && $('model').value")
     assert browser.run("$('empty-name').textContent") == "tk-demo"

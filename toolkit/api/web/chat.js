@@ -697,9 +697,10 @@ async function connect() {
     await loadModels();
     $("login").close();
   } catch (error) {
-    $("empty-facts").textContent = error.message;
+    const isLocked = error.status === 401;
+    $("empty-facts").textContent = isLocked ? "Settings take the server's key." : error.message;
     clearTimeout(connect.timer);
-    if (error.status === 401) askKey();
+    if (isLocked) askKey();
     else connect.timer = setTimeout(connect, POLL);
   }
 }
