@@ -16,6 +16,7 @@ from toolkit.api.http.client_fields import ACCEPTED
 from toolkit.api.openai.response_request import ResponsesRequest
 from toolkit.api.openai.schemas import ChatRequest, CompletionRequest
 from toolkit.api.pooling.embeddings import EmbeddingRequest
+from toolkit.api.pooling.pooling import PoolingRequest
 
 HELLO = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -97,8 +98,12 @@ def test_fields_that_would_change_the_answer_are_refused(http: httpx.Client) -> 
     harmless |= {"background": False, "function_call": "auto"}
     for path, body in BODIES.items():
         assert http.post(path, json=body | harmless).status_code == 200
-    kinds = (ChatRequest, ResponsesRequest, MessagesRequest, CountRequest)
-    for (path, body), kind in zip(BODIES.items(), kinds, strict=True):
+    bodies = BODIES | {"/v1/completions": {"prompt": "Hello"}, "/pooling": {"input": "Hello"}}
+    kinds = (
+        *(ChatRequest, ResponsesRequest, MessagesRequest, CountRequest),
+        *(CompletionRequest, PoolingRequest),
+    )
+    for (path, body), kind in zip(bodies.items(), kinds, strict=True):
         assert kind.refused_fields
         for name, reason in kind.refused_fields.items():
             answer = http.post(path, json=body | {name: {}})

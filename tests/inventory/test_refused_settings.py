@@ -15,12 +15,13 @@ from tests.checkpoints import edit_json
 from tests.pooling.folders import bert, bert_tokenizer, save
 from toolkit import LLM
 from toolkit.cli.root import explain, tree
-from toolkit.config import EngineConfig
+from toolkit.config import EngineConfig, ServerConfig
 from toolkit.config.engine import MEMORY_VARIABLE
-from toolkit.errors import OutOfMemoryError, ToolkitError
+from toolkit.errors import ConfigError, OutOfMemoryError, ToolkitError
 from toolkit.hardware.devices import find_device
 from toolkit.inventory.card import show
 from toolkit.inventory.dry_run import dry_run
+from toolkit.serving.checks import check_server_settings
 from toolkit.units import GIB
 
 QUANTIZED = Path(__file__).parents[1] / "weights" / "quantized" / "gptq-4bit-g128"
@@ -211,6 +212,14 @@ def test_dry_run_refuses_what_a_server_refuses(
     found = error_of(lambda: run("--dry-run"))
     assert found == error_of(run)
     assert message in found[1]
+
+
+def test_servers_do_not_start_open_with_the_key_of_vllm(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(ConfigError, match="Set TK_API_KEY instead"):
+        check_server_settings(EngineConfig(), ServerConfig())
+    for given in ({"api_key": ("k",)}, {"admin_key": "k"}):
+        check_server_settings(EngineConfig(), ServerConfig(**given))
 
 
 def test_dry_run_accepts_what_a_start_downloads(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -25,6 +25,7 @@ def check_server_settings(
     if engine.model.model is not None:
         require_path(engine.model.model)
     config = _load_key_file(config)
+    _require_key_of_vllm(config)
     tls(config)
     if engine.model.chat_template is not None:
         load_template(engine.model.chat_template)
@@ -82,3 +83,13 @@ def _load_key_file(config: ServerConfig) -> ServerConfig:
     if not keys:
         raise ConfigError(f"--api-key-file {config.api_key_file} has no key.", param="api_key_file")
     return dataclasses.replace(config, api_key=(*config.api_key, *keys))
+
+
+def _require_key_of_vllm(config: ServerConfig) -> None:
+    """Raise ConfigError for a server without keys if vLLM's variable has one: it would be open."""
+    if os.environ.get("VLLM_API_KEY") and not (config.api_key or config.admin_key):
+        raise ConfigError(
+            "VLLM_API_KEY is set, and this server would need no key. Set TK_API_KEY instead, or "
+            "unset VLLM_API_KEY.",
+            param="api_key",
+        )

@@ -1,4 +1,4 @@
-"""Fields that official clients send and the routes do not declare.
+"""Fields that official clients and those of vLLM send and the routes do not declare.
 
 ACCEPTED ones have no effect on the answer here. A field that would change the answer is refused:
 the classes of bodies have such fields in `refused_fields`, which come from the tables here."""
@@ -32,8 +32,16 @@ ACCEPTED = frozenset(
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", "auto", "never", [], ["text"])
 """Values with which a field in the tables below is accepted."""
 
-REFUSED_IN_CHATS = {
+REFUSED_IN_GENERATION = {
+    "guided_choice": 'use structured_outputs: {"choice": [...]}',
+    "guided_grammar": 'use structured_outputs: {"grammar": "..."}',
+    "guided_json": 'use structured_outputs: {"json": {...}}',
+    "guided_regex": 'use structured_outputs: {"regex": "..."}',
+    "prompt_embeds": "prompts are text, token ids and pictures",
+}
+REFUSED_IN_CHATS = REFUSED_IN_GENERATION | {
     "audio": "answers are text",
+    "documents": "send them as chat_template_kwargs, if the template reads them",
     "function_call": "use tool_choice",
     "functions": "use tools",
     "modalities": "answers are text",
@@ -56,6 +64,9 @@ REFUSED_BY_ANTHROPIC = {
 }
 REFUSED_IN_ANTHROPIC_MESSAGES = {
     "clear_at": "a message stays in the conversation until it is left out",
+}
+REFUSED_IN_POOLING = {
+    "task": "a model has one task, which its folder specifies, and no vectors of single tokens",
 }
 _NO_PICTURES = "answers are text"
 REFUSED_BY_OLLAMA_GENERATE = {

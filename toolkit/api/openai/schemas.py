@@ -17,7 +17,11 @@ from toolkit.api.http.body_fields import (
     Text,
     encodable,
 )
-from toolkit.api.http.client_fields import REFUSED_IN_CHAT_MESSAGES, REFUSED_IN_CHATS
+from toolkit.api.http.client_fields import (
+    REFUSED_IN_CHAT_MESSAGES,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_GENERATION,
+)
 from toolkit.api.openai.beams import Beams
 from toolkit.api.openai.conversation import Conversation
 from toolkit.api.openai.response_format import (
@@ -280,6 +284,8 @@ class CompletionRequest(SamplingFields):
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "The sea is", "max_tokens": 16}}
     )
+
+    refused_fields: ClassVar[Mapping[str, str]] = REFUSED_IN_GENERATION
 
     prompt: Prompts
     max_tokens: int = Field(

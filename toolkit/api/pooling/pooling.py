@@ -3,7 +3,8 @@
 The requests and replies are vLLM's."""
 
 import time
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -11,6 +12,7 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import Route
+from toolkit.api.http.client_fields import REFUSED_IN_POOLING
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.pooling.inputs import PooledRequest, PooledUsage, PoolingJob, encode_base64
@@ -24,6 +26,7 @@ class PoolingRequest(PooledRequest):
     """POST /pooling."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_EXAMPLE)
+    refused_fields: ClassVar[Mapping[str, str]] = REFUSED_IN_POOLING
 
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="base64: the numbers as little-endian float32"
