@@ -76,7 +76,7 @@ def swapped(word: str) -> str:
     return {"enable": "disable", "disable": "enable"}[word]
 
 
-SAMPLES = {int: "8", float: "8", str: "a", dict: '{"a": 1}', tuple: "a", bool: ""}
+SAMPLES = {int: "8", float: "1", str: "a", dict: '{"a": 1}', tuple: "a", bool: ""}
 """A value of each type. Choices have others."""
 
 
@@ -208,6 +208,7 @@ def test_command_lines_of_vllm_bench_serve(line: str, expected: dict[str, Any]):
         ("serve", "--max-model-len auto", "tk has no --max-model-len auto. "),
         ("serve", "--kv-cache-memory-bytes 8GB", "--kv-cache-memory-bytes must be a number such"),
         ("serve", "--max-model-len 1.0001k", "--max-model-len must be a whole number; got"),
+        ("serve", "--swap-space 4G", "--swap-space must be a number; got '4G'."),
         ("serve", "--runner", "--runner needs a value."),
         ("serve", "--hf-overrides [1] --hf-overrides.a 1", "--hf-overrides must be a JSON object"),
         ("bench serve", "--dataset-name sonnet", "tk has no --dataset-name sonnet. "),
@@ -238,7 +239,7 @@ def test_yaml_files_have_flags(tmp_path: Path):
 def test_notes_are_warnings(tk_here: Callable[..., Any], caplog: pytest.LogCaptureFixture):
     done = tk_here(
         *("config", "show", "--command", "bench serve", "--json", "--disable-tqdm"),
-        *("--url", "--disable-shuffle"),
+        "--url=--disable-shuffle",
     )
     assert done.returncode == 0
     assert caplog.messages == ["--disable-tqdm has no effect. Progress is shown on terminals."]
@@ -247,6 +248,31 @@ def test_notes_are_warnings(tk_here: Callable[..., Any], caplog: pytest.LogCaptu
 
 def test_words_of_a_subcommand_and_values_are_left_alone():
     rows: dict[str, Option] = settings_of(command_of("bench"))
-    line = ["--url", "--a_b", "--rps=1", "serve", "--num_prompts", "--c_d"]
+    line = ["--url", "--a_b", "--rps=1", "serve", "--num_prompts", "--rps"]
     assert translate(line, rows, "bench", is_group=True) == (line, [])
     assert translate(["--", "--a_b"], rows, "bench") == (["--", "--a_b"], [])
+
+
+def test_all_refused_flags_are_in_one_message():
+    line = ["--hf-token", "x", "--port", "1", "--enable_sleep_mode", "--cpu-offload-gb", "4"]
+    with pytest.raises(ConfigError) as refused:
+        settings("serve", line)
+    assert [text.split(".")[0] for text in refused.value.message.splitlines()] == [
+        "tk has no --hf-token",
+        "tk has no --enable-sleep-mode",
+        "tk has no --cpu-offload-gb 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("--api-key --enable-prefix-caching", "--api-key"),
+        ("--served_model_name --dtype=half", "--served-model-name"),
+        ("--max-log-len --no-enforce-eager", "--max-log-len"),
+    ],
+)
+def test_a_flag_is_not_the_value_of_another(line: str, flag: str):
+    with pytest.raises(ConfigError, match=rf"^{flag} needs a value, and \S+ after it is a flag"):
+        settings("serve", line.split())
+    assert settings("serve", ["--api-key=--dtype"]) == {"api_key": ["--dtype"]}

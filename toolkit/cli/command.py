@@ -92,7 +92,7 @@ def given_settings(
         value = given.get(row.name)
         if row.type is tuple:  # Typer passes an empty list for a repeatable flag not given
             given[row.name] = [text for one in value or () for text in _texts(row, one)] or None
-        elif row.type in (int, dict) and value is not None:
+        elif row.type in (int, float, dict) and value is not None:
             given[row.name] = row.parse(value, row.flag)
     given |= _positional([row for row in rows if row.argument], given)
     return resolve(rows, given, path, known_settings(root), file=given.get("config"))
@@ -188,9 +188,9 @@ def _parameters(row: Option) -> list[inspect.Parameter]:
     flag = f"{row.flag}/--no-{row.flag[2:]}" if row.type is bool else row.flag
     flags = [flag, *row.aliases]
     metavar = row.metavar or ("|".join(str(c) for c in row.choices) or None)
-    if row.type in (tuple, int):  # Typer would name the type that it parses
-        metavar = row.metavar or {tuple: "<str>", int: "<int>"}[row.type]
-    kind_of_value: Any = {tuple: list[str], dict: str, int: str}.get(row.type, row.type)
+    if row.type in (tuple, int, float):  # Typer would name the type that it parses
+        metavar = row.metavar or {tuple: "<str>", int: "<int>", float: "<float>"}[row.type]
+    kind_of_value: Any = {tuple: list[str], dict: str, int: str, float: str}.get(row.type, row.type)
     hint: Any = Annotated[
         kind_of_value | None,
         typer.Option(

@@ -48,8 +48,8 @@ def translate(
     `command`: the words of a command, without the program's name. The words of a subcommand, after
     those of a group, are left alone. For all commands, underscores in a flag count as dashes,
     `--disable-x` is the opposite of `--enable-x`, and `--flag.key value` sets a field of a JSON
-    object. Raises ConfigError for a flag that the command's table refuses, and for a YAML file that
-    cannot be read."""
+    object. Raises ConfigError with all flags that the command's table refuses, for a flag in the
+    place of a value, and for a YAML file that cannot be read."""
     translation = _Translation(settings, rules_of(command), stops_at_word=is_group)
     return translation.run(words if is_group else _with_yaml(words)), translation.notes
 
@@ -99,6 +99,7 @@ class _Translation:
         self, settings: Mapping[str, Option], rules: Mapping[str, Rule], *, stops_at_word: bool
     ) -> None:
         self.notes: list[str] = []
+        self._refused: list[tuple[str, str]] = []  # flags, and why
         self._rules, self._stops_at_word = rules, stops_at_word
         self._objects = {row.flag: row for row in settings.values() if row.type is dict}
         own = {flag: row for row in settings.values() for flag in (row.flag, *row.aliases)}
@@ -125,9 +126,12 @@ class _Translation:
             elif rule is not None:
                 self._apply(name, rule, value, rest, found)
             elif value is None and name in self._with_value and rest:
-                found += [name, rest.popleft()]
+                found += [name, self._value(name, None, rest)]
             else:
                 found.append(_joined(name + path, value))
+        if self._refused:
+            lines = "\n".join(f"tk has no {shown}. {why}" for shown, why in self._refused)
+            raise ConfigError(lines, param=self._refused[0][0].partition(" ")[0])
         before, after = self._ordered(-1), self._ordered(1)
         return [*self._with_fields([*before, *found, *after]), *rest]
 
@@ -177,7 +181,7 @@ class _Translation:
             case Note(reason):
                 self.notes.append(f"{shown} has no effect. {reason}.")
             case Refusal(advice):
-                raise ConfigError(f"tk has no {shown}. {advice}", param=name)
+                self._refused.append((shown, advice))
             case Use() if outcome.order:
                 self._later.append((outcome, text))
             case Use():
@@ -188,6 +192,12 @@ class _Translation:
             return value
         if not rest:
             raise ConfigError(f"{name} needs a value.", param=name)
+        if self._split(rest[0])[0] in self._known:
+            raise ConfigError(
+                f"{name} needs a value, and {rest[0]} after it is a flag. If it is the value, "
+                f"write {name}={rest[0]}.",
+                param=name,
+            )
         return rest.popleft()
 
     def _filled(self, use: Use, value: str, name: str = "") -> list[str]:
