@@ -173,8 +173,11 @@ def choose(
     if name in others or name in known:
         return known.get(name)
     names = [*others, *known]
+    hint = did_you_mean(name, names) or (
+        " auto, the default, detects the format. docs/plugins.md says how to add another."
+    )
     raise ConfigError(
-        f"{flag} must be one of {', '.join(names)}; got {name!r}.{did_you_mean(name, names)}",
+        f"{flag} must be one of {', '.join(names)}; got {name!r}.{hint}",
         param=flag.removeprefix("--").replace("-", "_"),
     )
 

@@ -182,7 +182,8 @@ def test_broken_files_are_errors(tmp_path: Path, text: str | None, message: str)
         ),
         (
             {"reasoning_parser": "x"},
-            "must be one of auto, none, qwen3, deepseek_r1, openai_gptoss, notes; got 'x'",
+            r"must be one of auto, none, qwen3, deepseek_r1, openai_gptoss, notes; got 'x'\. "
+            r"auto, the default, detects the format\. docs/plugins\.md says how to add another\.$",
         ),
     ],
 )

@@ -191,7 +191,7 @@ class ServerConfig:
     )
     metrics_prefix: str = option(
         "tk",
-        "Prefix of every metric's name. vllm: works with existing vLLM dashboards.",
+        "Prefix of every metric's name. With vllm, vLLM's dashboards read the metrics.",
         subject="Metrics, log and traces",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(

@@ -248,7 +248,6 @@ SERVE: Table = (
         "--ssl-cert-reqs=2",
     ),
     (Note("Nothing is offloaded"), "--cpu-offload-gb=0 --offload-backend=auto"),
-    (Note("Answers have no system_fingerprint"), "--fingerprint-mode=none"),
     # --- refused
     (
         Refusal("tk serve --dry-run prints the largest length that fits. Give that."),
@@ -269,7 +268,7 @@ SERVE: Table = (
     (Refusal("Use a checkpoint with tokenizer.json."), "--tokenizer-mode="),
     (Refusal("Requests are texts, which need the tokenizer."), "--skip-tokenizer-init"),
     (
-        Refusal("Its folder says what a model does. --pooling last, mean or cls adds embeddings."),
+        Refusal("A model's folder says what it does. --pooling last, mean or cls adds embeddings."),
         "--pooler-config= --override-pooler-config= --convert= --runner= --task=",
     ),
     (
@@ -418,12 +417,15 @@ SERVE: Table = (
         "--attention-config= -ac=",
     ),
     (
-        Refusal("Answers have no system_fingerprint and no watermark."),
+        Refusal("Answers have tk's system_fingerprint, and no watermark."),
         "--fingerprint-mode= --fingerprint-value= --watermark-config=",
     ),
     (
-        Refusal("Answers do not have it. 'tk bench offline --profile FILE' profiles the engine."),
-        "--enable-return-routed-experts --return-sampling-mask --enable-trace-replay "
+        Refusal("Answers have neither experts nor masks."),
+        "--enable-return-routed-experts --return-sampling-mask --enable-trace-replay",
+    ),
+    (
+        Refusal("'tk bench offline --profile FILE' profiles the engine."),
         "--profiler-config= --ray-workers-use-nsight --enable-layerwise-nvtx-tracing",
     ),
     (

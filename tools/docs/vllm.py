@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from toolkit.config.vllm import BENCH, SERVE, Note, Outcome, Refusal, Table, Use
+from toolkit.config.vllm import BENCH, GIB, SERVE, Note, Refusal, Table, Use
 
 WIDTH = 100
 
@@ -18,7 +18,7 @@ tk serve gpt2 -tp 1 --dtype half --max_model_len 1k --enable-auto-tool-choice -O
 ```
 
 - Flags that have the same name and meaning in both are in `tk man serve` and `tk man bench-serve`.
-- The lists below have the rest: flags with another name in tk, flags without an effect, which tk
+- Below is the rest: a table of flags with another name in tk, flags without an effect, which tk
   notes on stderr, and flags that tk refuses.
 - Underscores in flags are dashes. `8k` is 8,000, `8K` is 8,192. A flag that begins with "disable"
   is the opposite of that with "enable". `--hf-overrides.rope_theta 1e6` sets a field of a JSON
@@ -26,6 +26,13 @@ tk serve gpt2 -tp 1 --dtype half --max_model_len 1k --enable-auto-tool-choice -O
 - `--config FILE.yaml` is a file of flags. tk's own settings files are [TOML](configuration.md).
 - Defaults are tk's. `tk bench` sends 200 prompts of 128 tokens where vLLM sends 1,000 of 1,024,
   asks for greedy answers of full length, and takes the lengths of answers from a file.
+- Variables are tk's: each flag is one, as `TK_MAX_MODEL_LEN`. `TK_API_KEY` is the key of the
+  server and of its clients, where vLLM has `VLLM_API_KEY` and `OPENAI_API_KEY`. A server without a
+  key refuses to start if `VLLM_API_KEY` is set.
+- `vllm bench throughput` is `tk bench offline`, and `vllm bench sweep serve` is `tk bench sweep`.
+- In requests, `structured_outputs` replaces `guided_json`, `guided_regex`, `guided_choice` and
+  `guided_grammar`, which are a 400 that says so.
+- `--metrics-prefix vllm` gives metrics the names that dashboards for vLLM read.
 - `--save-result` writes the fields of vLLM's results, next to tk's own: `request_throughput`,
   `mean_ttft_ms`, `p99_itl_ms` and so on. Latencies in them count from sending.
 
@@ -37,29 +44,38 @@ def vllm_page() -> str:
     """Return the page."""
     parts = [HEAD]
     for title, table in (("tk serve", SERVE), ("tk bench serve", BENCH)):
-        parts.append(f"\n## Flags of {title}\n\nWith another name in tk:\n\n{_items(table, Use)}")
+        parts.append(f"\n## Flags of {title}\n\n{_names(table)}")
         parts.append(f"\nWithout an effect:\n\n{_items(table, Note)}")
         parts.append(f"\nRefused:\n\n{_items(table, Refusal)}")
     return "".join(parts)
 
 
-def _items(table: Table, kind: type[Outcome]) -> str:
+def _names(table: Table) -> str:
+    """Return the table of flags that have another name in tk."""
+    rows = [
+        f"| {_listed(flag)} | {_spelled(outcome)} |\n"
+        for outcome, flags in table
+        if isinstance(outcome, Use) and outcome.flags
+        for flag in flags.split()
+    ]
+    return "| vLLM | tk |\n|---|---|\n" + "".join(rows)
+
+
+def _spelled(use: Use) -> str:
+    """Return tk's flags as code, without a value that is that of vLLM's flag."""
+    unit = ", in GiB" if use.divisor == GIB else ""
+    return f"`{use.flags.removesuffix(' {}').replace('{}', 'VALUE')}`{unit}"
+
+
+def _items(table: Table, kind: type[Note | Refusal]) -> str:
+    """Return a list of sentences, each with its flags."""
     lines = []
     for outcome, flags in table:
-        if isinstance(outcome, kind) and (subject := _subject(outcome)):
-            text = f"- {subject}: {_listed(flags)}"
+        if isinstance(outcome, kind):
+            sentence = outcome.reason if isinstance(outcome, Note) else outcome.advice.rstrip(".")
+            text = f"- {sentence}: {_listed(flags)}"
             lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines) + "\n"
-
-
-def _subject(outcome: Outcome) -> str:
-    match outcome:
-        case Use(flags):
-            return f"`{flags.replace('{}', 'VALUE')}`" if flags else ""
-        case Note(reason):
-            return reason
-        case Refusal(advice):
-            return advice.rstrip(".")
 
 
 def _listed(flags: str) -> str:
