@@ -150,6 +150,9 @@ def test_sharegpt_sends_first_questions_with_recorded_lengths(tmp_path):
         "What is a token, please?",
     ]
     assert [body["max_tokens"] for body in found] == [100, 1000]
+    short = written(tmp_path, json.dumps(rows[1:3]))
+    with pytest.raises(ConfigError, match="no conversation of the lengths that are sent"):
+        bodies(1, dataset_name="sharegpt", dataset_path=short)
 
 
 class TestTrace:

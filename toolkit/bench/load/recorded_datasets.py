@@ -109,6 +109,13 @@ def _open_recorded(config: BenchConfig) -> Dataset:
         found = [_parse_custom(row, f"{path}:{n}", config) for n, row in _json_lines(path, text)]
     else:
         found = list(_parse_sharegpt(path, text))
+        if not found:
+            raise ConfigError(
+                f"{path} has no conversation of the lengths that are sent: questions of {MIN_LEN} "
+                f"to {MAX_PROMPT_LEN} tokens, answers of {MIN_LEN} or more, and both together at "
+                f"most {MAX_TOTAL_LEN}.",
+                param="dataset_path",
+            )
     if not found:
         raise ConfigError(f"{path} contains no requests.", param="dataset_path")
     return TraceDataset(config, found) if config.dataset_name == "trace" else RecordedPrompts(found)
