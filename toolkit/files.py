@@ -40,3 +40,8 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def failure(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file could not be read, without the number and the path."""
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -97,8 +97,10 @@ def named(group: Group, targets: Sequence[str]) -> list[Plugin]:
     for target in targets:
         if not all(target.partition(":")):
             setting = group.partition(".")[2]
+            hint = f" Did you mean {':'.join(target.rsplit('.', 1))}?" if "." in target else ""
             raise ConfigError(
-                f"--{setting.replace('_', '-')} takes MODULE:NAME; got {target!r}.", param=setting
+                f"--{setting.replace('_', '-')} takes MODULE:NAME; got {target!r}.{hint}",
+                param=setting,
             )
     return [Plugin(group, target.partition(":")[2], target) for target in targets]
 

@@ -163,7 +163,7 @@ def test_arguments_without_processors_are_refused(checkpoint) -> None:
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ("no_colon", ConfigError, "takes MODULE:NAME"),
+        ("a.b.C", ConfigError, r"takes MODULE:NAME; got 'a\.b\.C'\. Did you mean a\.b:C\?"),
         ("no_such_module:Name", PluginError, "ModuleNotFoundError: No module named"),
         ("tests.inside.plugged:Nothing", PluginError, "AttributeError.*'Nothing'"),
         ("json:loads", PluginError, "has no arguments_type, check, apply"),

@@ -12,6 +12,7 @@ from toolkit.config import EngineConfig, ServerConfig
 from toolkit.config.engine import DEMO
 from toolkit.engine.front.pictures import check_sources
 from toolkit.errors import ConfigError
+from toolkit.files import failure
 from toolkit.hub import require_path
 from toolkit.text.chat_template import load_template
 
@@ -77,7 +78,8 @@ def _load_key_file(config: ServerConfig) -> ServerConfig:
         lines = [line.strip() for line in text.splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--api-key-file {config.api_key_file} cannot be read: {error}.", param="api_key_file"
+            f"--api-key-file {config.api_key_file} cannot be read: {failure(error)}.",
+            param="api_key_file",
         ) from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ConfigError
-from toolkit.files import read_text
+from toolkit.files import failure, read_text
 from toolkit.text.template_sandbox import compile_template, run
 
 _END_MARKER = "END_OF_THE_TEXT_TO_CONTINUE "
@@ -222,7 +222,7 @@ def load_template(file_or_source: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"--chat-template takes a file or a template; {file_or_source!r} cannot be read: "
-                f"{error}",
+                f"{failure(error)}.",
                 param="chat_template",
             ) from None
     try:

@@ -18,6 +18,7 @@ import psutil
 
 from toolkit.config import ServerConfig
 from toolkit.errors import ConfigError
+from toolkit.files import failure
 from toolkit.hardware.ports import bind_failure
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot "
-            f"be used: {error}.",
+            f"be used: {failure(error)}.",
             param="ssl_certfile",
         ) from None
     if config.ssl_ca_certs is not None:
@@ -208,7 +209,7 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
             context.load_verify_locations(config.ssl_ca_certs)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
-                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {error}.",
+                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {failure(error)}.",
                 param="ssl_ca_certs",
             ) from None
     return context
