@@ -33,10 +33,12 @@ NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", "auto", "never", [], ["te
 """Values with which a field in the tables below is accepted."""
 
 REFUSED_IN_GENERATION = {
+    "grammar": 'use structured_outputs: {"grammar": "..."}',
     "guided_choice": 'use structured_outputs: {"choice": [...]}',
     "guided_grammar": 'use structured_outputs: {"grammar": "..."}',
     "guided_json": 'use structured_outputs: {"json": {...}}',
     "guided_regex": 'use structured_outputs: {"regex": "..."}',
+    "json_schema": 'use response_format or structured_outputs: {"json": {...}}',
     "prompt_embeds": "prompts are text, token ids and pictures",
 }
 REFUSED_IN_CHATS = REFUSED_IN_GENERATION | {
