@@ -529,6 +529,11 @@ def test_models_cannot_be_changed(
     assert failure.value.status_code == 400
 
 
+def test_served_model_needs_no_download(client: ollama.Client) -> None:
+    assert client.pull("tiny:latest").status == "success"
+    assert [one.status for one in client.pull("tiny", stream=True)] == ["success"]
+
+
 # ---- errors, limits, clients that leave
 
 

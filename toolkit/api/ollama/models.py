@@ -137,7 +137,19 @@ async def change_models(request: Request) -> Response:
     )
 
 
-for _path in ("/api/pull", "/api/push", "/api/create", "/api/copy"):
+@router.post("/api/pull", response_model=None, include_in_schema=False)
+@access(Access.KEY)
+async def pull(body: ShowRequest, request: Request) -> Response:
+    """Report success for a served model, which clients may pull before they use it."""
+    body.model = body.model or body.name
+    try:
+        find_target(request, body)
+    except ModelNotFoundError:
+        return await change_models(request)
+    return Response('{"status":"success"}\n', media_type="application/x-ndjson")
+
+
+for _path in ("/api/push", "/api/create", "/api/copy"):
     router.add_api_route(_path, change_models, methods=["POST"], include_in_schema=False)
 router.add_api_route("/api/delete", change_models, methods=["DELETE"], include_in_schema=False)
 
