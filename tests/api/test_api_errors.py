@@ -18,6 +18,7 @@ from tests.server import Server, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
+JSON = {"Content-Type": "application/json"}
 GOOD = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
@@ -201,12 +202,35 @@ def test_null_means_the_default(
     assert answer.status_code == 200, answer.text
     assert "x-ignored-fields" not in answer.headers
     required = next(iter(body))
-    assert "valid" in check_error(http.post(path, json=body | {required: None}), 400)["message"]
+    assert (
+        "must be a " in check_error(http.post(path, json=body | {required: None}), 400)["message"]
+    )
 
 
 def test_max_tokens_null_means_16_in_completions(http: httpx.Client) -> None:
     answer = http.post(COMPLETIONS, json=GOOD | {"max_tokens": None})
     assert answer.json()["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "message"),
+    [
+        (COMPLETIONS, {"max_tokens": "abc"}, 'max_tokens must be an integer; got "abc".'),
+        (COMPLETIONS, {"max_tokens": 1.5}, "max_tokens must be an integer; got 1.5."),
+        (COMPLETIONS, {"temperature": []}, "temperature must be a number; got a list of 0."),
+        (COMPLETIONS, {"echo": "maybe"}, 'echo must be true or false; got "maybe".'),
+        (COMPLETIONS, {"logit_bias": 3}, "logit_bias must be an object; got 3."),
+        (CHAT, {"messages": {}}, "messages must be a list; got an object."),
+        (CHAT, {"messages": [3]}, "messages[0] must be an object; got 3."),
+        ("/v1/responses", {"input": "x", "store": 7}, "store must be true or false; got 7."),
+    ],
+)
+def test_wrong_values_are_shown(
+    http: httpx.Client, path: str, changes: dict[str, object], message: str
+) -> None:
+    given = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": HELLO}}.get(path, {})
+    answer = http.post(path, content=json.dumps(given | changes), headers=JSON)
+    assert check_error(answer, 400)["message"] == message
 
 
 def test_messages_name_ranges_in_whole_numbers(http: httpx.Client) -> None:

@@ -225,9 +225,9 @@ def test_options_without_effect_are_accepted(http: httpx.Client) -> None:
         ({"num_predict": 0}, "options.num_predict must be at least 1"),
         ({"repeat_penalty": 0}, "options.repeat_penalty must be"),
         ({"temperature": 3}, "temperature must be from 0 to 2"),
-        ({"stop": [1]}, "options: stop: Input should be a valid string"),
-        (3, "options: Input should be"),
-        ({"top_k": "x"}, "options: top_k: Input should be a valid integer"),
+        ({"stop": [1]}, "options: stop must be a string; got 1"),
+        (3, "options must be an object; got 3"),
+        ({"top_k": "x"}, 'options: top_k must be an integer; got "x"'),
     ],
 )
 def test_options_are_refused_with_a_reason(http: httpx.Client, options: Any, words: str) -> None:
@@ -282,10 +282,10 @@ def test_log_probabilities_are_those_of_openai_s_chats(
         ({"raw": True, "system": "x"}, "system cannot be used with raw"),
         ({"raw": True, "images": ["x"]}, "images cannot be used with raw"),
         ({"images": ["iVBORw0KGgo="]}, "reads text alone"),
-        ({"format": "xml"}, "format: Input should be 'json' or a JSON schema"),
+        ({"format": "xml"}, "format must be 'json' or a JSON schema"),
         ({"format": {"type": "strange"}}, "format"),
         ({"think": "hard"}, "think"),
-        ({"prompt": 1}, "prompt: Input should be a valid string"),
+        ({"prompt": 1}, "prompt must be a string; got 1"),
         ({"prompt": "x" * 9 * CONTEXT}, "maximum context length"),
     ],
 )

@@ -72,7 +72,7 @@ def _check_arguments(value: Any) -> Any:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
-        raise ValueError("Input should be valid Unicode, without lone surrogates") from None
+        raise ValueError("must be valid Unicode, without lone surrogates") from None
     return value
 
 

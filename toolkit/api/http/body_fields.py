@@ -41,9 +41,9 @@ def encodable(value: T) -> T:
     try:
         msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, RecursionError):
-        raise ValueError("Input should be valid Unicode, without lone surrogates") from None
+        raise ValueError("must be valid Unicode, without lone surrogates") from None
     except OverflowError:
-        raise ValueError("Input should have whole numbers of at most 64 bits") from None
+        raise ValueError("must have whole numbers of at most 64 bits") from None
     return value
 
 

@@ -9,6 +9,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
+from toolkit.api.http.wrong_values import describe
 from toolkit.errors import ContextLengthError, InvalidRequestError, ToolkitError
 
 _NAME = re.compile(r"[\w-]{1,256}", re.ASCII)
@@ -142,7 +143,7 @@ def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
     """Convert pydantic's errors into one message, about the first."""
     first = errors[0]
     kind = first["type"]
-    message = str(first["ctx"]["error"] if kind == "value_error" else first["msg"])
+    message = describe(first)
     location = [part for part in first.get("loc") or () if not str(part).startswith("(")]
     name = ""
     for part in location[1:] if location[:1] == ["body"] else location:
@@ -162,4 +163,6 @@ def validation_error(errors: Sequence[Any]) -> InvalidRequestError:
         )
     if kind == "missing":
         return InvalidRequestError(f"{name or 'The body'} is missing.", param=name or None)
+    if message.startswith("must "):
+        return InvalidRequestError(f"{name or 'The body'} {message}.", param=name or None)
     return InvalidRequestError(f"{name}: {message}." if name else f"{message}.", param=name or None)

@@ -16,6 +16,7 @@ from pydantic import (
 
 from toolkit.api.http.body_fields import FAIL_FAST, Body, RequestBody, Text
 from toolkit.api.http.client_fields import REFUSED_BY_OLLAMA_GENERATE
+from toolkit.api.http.wrong_values import describe
 from toolkit.api.ollama.options import OPTION_NAMES, ModelOptions
 from toolkit.api.openai.conversation import Conversation
 from toolkit.api.openai.response_format import Schema
@@ -39,13 +40,15 @@ def _name_option(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         name = next(iter(first["loc"]), None)
-        raise ValueError(first["msg"] if name is None else f"{name}: {first['msg']}") from None
+        problem = describe(first)
+        joint = " " if problem.startswith("must ") else ": "
+        raise ValueError(problem if name is None else f"{name}{joint}{problem}") from None
 
 
 def _check_format(value: Any) -> Any:
     """Name the formats here: pydantic's error would be about each variant."""
     if value is not None and value not in ("", "json") and not isinstance(value, dict):
-        raise ValueError("Input should be 'json' or a JSON schema")
+        raise ValueError("must be 'json' or a JSON schema")
     return value
 
 

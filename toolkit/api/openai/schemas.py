@@ -57,12 +57,12 @@ def _check_biases(given: Any) -> Any:
     """Stop at the first wrong value: pydantic would report each one."""
     if isinstance(given, dict):
         if len(given) > MAX_BIASES:
-            raise ValueError(f"Input should have at most {MAX_BIASES} tokens, not {len(given)}")
+            raise ValueError(f"must have at most {MAX_BIASES} tokens, not {len(given)}")
         wrong = next(
             (key for key, value in given.items() if not isinstance(value, int | float)), None
         )
         if wrong is not None:
-            raise ValueError(f"Input should be a valid number at {wrong[:32]!a}")
+            raise ValueError(f"must have a number at {wrong[:32]!a}")
     return given
 
 
