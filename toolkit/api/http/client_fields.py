@@ -40,6 +40,7 @@ REFUSED_IN_GENERATION = {
     "guided_regex": 'use structured_outputs: {"regex": "..."}',
     "json_schema": 'use response_format or structured_outputs: {"json": {...}}',
     "prompt_embeds": "prompts are text, token ids and pictures",
+    "thinking_token_budget": "reasoning has no limit of its own. Use max_tokens",
 }
 REFUSED_IN_CHATS = REFUSED_IN_GENERATION | {
     "audio": "answers are text",
