@@ -330,8 +330,8 @@ MUTATIONS = (
         "serving",
         "drains-do-not-wait",
         "toolkit/api/http_server.py",
-        "        while self.gate.num_active:\n",
-        "        if self.gate.num_active:\n",
+        "        while self.num_active:\n",
+        "        if self.num_active:\n",
         ("tests/serving/test_shutdown.py",),
     ),
     Mutation(

@@ -20,7 +20,8 @@ ENDPOINTS = {
     ("GET", "/tokenizer_info"), ("GET", "/health"), ("GET", "/livez"), ("GET", "/readyz"),
     ("GET", "/ping"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/server_info"),
     ("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/embed"),
-    ("POST", "/api/embeddings"), ("POST", "/api/show"), ("GET", "/api/tags"), ("GET", "/api/ps"),
+    ("POST", "/api/embeddings"), ("POST", "/api/pull"), ("POST", "/api/show"),
+    ("GET", "/api/tags"), ("GET", "/api/ps"),
     ("GET", "/api/version"), ("GET", "/load"), ("GET", "/tk/requests"),
     ("DELETE", "/tk/requests/{id}"), ("POST", "/reset_prefix_cache"),
 }  # fmt: skip

@@ -21,7 +21,7 @@ EXPECTED = {
     },
     Access.KEY: {
         "GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /load",
-        "GET /api/tags", "GET /api/ps", "POST /api/show", "GET /api/version",
+        "GET /api/tags", "GET /api/ps", "POST /api/show", "POST /api/pull", "GET /api/version",
         "GET /v1/responses/{id}", "DELETE /v1/responses/{id}",
         "POST /v1/responses/{id}/cancel", "GET /v1/responses/{id}/input_items",
     },

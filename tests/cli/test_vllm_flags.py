@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli import vllm_flags
 from toolkit.cli.command import given_settings
-from toolkit.cli.help import settings_of
+from toolkit.cli.help import HELP_FLAGS, settings_of
 from toolkit.cli.names import COMMANDS
 from toolkit.cli.root import tree
 from toolkit.cli.vllm import rules_of, translate
@@ -42,7 +42,9 @@ def flags_of(words: str) -> set[str]:
 def settings(words: str, line: list[str]) -> dict[str, Any]:
     """Return the settings that a command line gives."""
     command = command_of(words)
-    context = command.make_context(f"tk {words}", line)
+    # Commands keep the flags of help of the first context.
+    names = {"help_option_names": HELP_FLAGS}
+    context = command.make_context(f"tk {words}", line, **names)
     rows = list(settings_of(command).values())
     found = given_settings(rows, context.params, tuple(words.split()), tree())
     return {name: one.value for name, one in found.items()}

@@ -20,6 +20,7 @@ from toolkit.api.ollama.replies import (
     ListedModels,
     ModelDetails,
     OllamaVersion,
+    PullStatus,
     RunningModel,
     RunningModels,
     ShownModel,
@@ -37,7 +38,7 @@ _LATEST = ":latest"  # tag of names without one
 
 
 class ShowRequest(RequestBody):
-    """POST /api/show."""
+    """POST /api/show and /api/pull."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"example": {"verbose": False}})
 
@@ -137,7 +138,7 @@ async def change_models(request: Request) -> Response:
     )
 
 
-@router.post("/api/pull", response_model=None, include_in_schema=False)
+@router.post("/api/pull", response_model=None, responses=answers(PullStatus))
 @access(Access.KEY)
 async def pull(body: ShowRequest, request: Request) -> Response:
     """Report success for a served model, which clients may pull before they use it."""
@@ -146,7 +147,7 @@ async def pull(body: ShowRequest, request: Request) -> Response:
         find_target(request, body)
     except ModelNotFoundError:
         return await change_models(request)
-    return Response('{"status":"success"}\n', media_type="application/x-ndjson")
+    return _json(PullStatus())
 
 
 for _path in ("/api/push", "/api/create", "/api/copy"):

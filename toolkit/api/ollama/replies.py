@@ -112,6 +112,12 @@ class OllamaVersion(msgspec.Struct):
     version: str
 
 
+class PullStatus(msgspec.Struct):
+    """Reply of /api/pull."""
+
+    status: str = "success"
+
+
 class OllamaEmbeddings(msgspec.Struct):
     """Reply of /api/embed."""
 
