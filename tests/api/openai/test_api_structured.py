@@ -594,7 +594,7 @@ def test_answer_follows_a_structural_tag(served: Server, field: str) -> None:
         ),
         ({"tools": []}, "tools", "empty array"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions named 'weather'"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "pattern"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "that matches"),
         (
             {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
             "tool_choice",
