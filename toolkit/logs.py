@@ -53,8 +53,8 @@ def save_traceback(error: BaseException) -> str:
 
 
 PROGRESS = logging.getLogger("toolkit.progress")
-"""Texts about what takes long, several in a second, each in place of the one before; the last is
-empty. Disabled where they cannot be shown so."""
+"""Logger of progress: several texts a second, each replaces the one before; the last is empty.
+Disabled where a line cannot be replaced."""
 PROGRESS.propagate, PROGRESS.disabled = False, True
 PROGRESS.setLevel(logging.INFO)
 

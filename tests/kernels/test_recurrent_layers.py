@@ -112,8 +112,7 @@ def test_kernels_compute_a_gated_convolution(kernels, device, kind, has_bias):
 def test_like_keys_do_not_grow(kernels, device, rate):
     """A prompt of one repeated token: powers of its system have entries of 1e17.
 
-    At a rate of 2 terms cancel each other, which costs tensor cores three digits of fp32. Those of
-    a model in bf16 have no more than that."""
+    At a rate of 2 the terms of products cancel each other."""
     torch.manual_seed(0)
     length, size = 130, 16
     y = torch.randn(1, 4 * size + 2).repeat(length, 1)
@@ -135,5 +134,9 @@ def test_like_keys_do_not_grow(kernels, device, rate):
     step = kernels.recurrent_step(*there[:2], length, length, 1, *there[2:])
     weights = (one.to(device) for one in (kernel, zeros, zeros, ones))
     kernels.delta_net(*weights, 1e-6, rate, inputs.to(device), own, 1)(y.to(device), step)
-    bound = 1e-2 if device.type == "cuda" and rate == 2.0 else 1e-4
-    torch.testing.assert_close(own.cpu(), expected.float(), rtol=bound, atol=bound)
+    found, bound = own.cpu(), {"rtol": 1e-4, "atol": 1e-4}
+    if device.type == "cuda" and rate == 2.0:
+        torch.testing.assert_close(found, expected.float(), rtol=1e-2, atol=1e-2)
+        if not torch.allclose(found, expected.float(), **bound):
+            pytest.xfail("products of tensor cores in tf32x3 lose three digits of fp32")
+    torch.testing.assert_close(found, expected.float(), **bound)

@@ -9,7 +9,7 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whom a client trusts over TLS: by default the system's authorities, or SSL_CERT_FILE's."""
+    """Certificates that a client accepts. Default: of the system's authorities or SSL_CERT_FILE."""
 
     cacert: str | None = None  # file with authorities, instead of those
     insecure: bool = False  # any certificate

@@ -71,7 +71,7 @@ class StateSlots:
         self._pending: dict[Request, list[Snapshot]] = {}
         """Snapshots of tokens that are not known yet."""
         self.unpassed: set[Request] = set()
-        """Those whose next step writes the snapshot that an earlier one may have. Read only."""
+        """Requests whose next step writes a snapshot, unless an earlier one has. Read only."""
         self._passed: dict[Request, Snapshot] = {}  # the newest that each has passed while decoding
         self._step = 0
 

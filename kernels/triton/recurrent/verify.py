@@ -1,6 +1,6 @@
 """The kernel of gated delta nets for requests that may have drafts, in this step or the one before.
 
-Two kernels, of which the first computes all that does not depend on the state, take as long."""
+A separate kernel for the part that does not depend on the state makes it no faster."""
 
 # mypy: allow-incomplete-defs
 # Kernels annotate constexpr parameters only.

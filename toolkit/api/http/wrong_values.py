@@ -1,4 +1,4 @@
-"""Say what is wrong with a value of a body, in words of clients instead of pydantic's."""
+"""Describe wrong values in request bodies, in the API's words instead of pydantic's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS = {
     "a string that matches {pattern}": ("string_pattern_mismatch",),
 }
 WANTED = {kind: words for words, kinds in _KINDS.items() for kind in kinds}
-"""Words for a right value, by the type of pydantic's error."""
+"""Descriptions of a valid value, by the type of pydantic's error."""
 
 
 def describe(error: Any) -> str:
