@@ -129,6 +129,7 @@ def page(browser: Browser) -> Iterator[Browser]:
     if browser.run("$('login').open"):
         enter_key(browser, KEY)
         browser.until("!$('login').open")
+    browser.until("chosen()")  # the test before may have loaded the page again
     browser.run("enter(newConversation())")
     browser.call("Fetch.disable")
     browser.call("Fetch.enable", patterns=[{"urlPattern": CHAT}])
