@@ -198,7 +198,6 @@ class BatchState:
         shifts = np.array([shift_after(one.spec.features) for one in new], np.int32)
         sent = self._staging.send(
             [
-                # Even numbers of numbers, so that the 64-bit ones after them are aligned.
                 rows,
                 np.array([len(one.token_ids) for one in new], np.int32),
                 sampling.host_ints[rows].view(np.int32),
