@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import LLM
+from toolkit.models.build import load_config
+from toolkit.models.config.registry import describe
+from toolkit.models.memory import MemoryLayout
 
 MOST_ENGINES = 6
 """Shared engines that one test process keeps."""
@@ -138,3 +141,23 @@ def count_stats(llm: LLM, name: str) -> Callable[[], float]:
 
     owner.take_stats = taking
     return lambda: sum(seen)
+
+
+def grain(llm: LLM) -> int:
+    """Return the tokens of which cached prefixes are multiples."""
+    states, tables = scheduler(llm).states, scheduler(llm)._blocks
+    return tables.grain if states is None else states.grain
+
+
+def scarce(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with fewer pages, and small chunks, if a model frees windows.
+
+    Like others', the pool then has room for one request of full length, and little more."""
+    described = describe(load_config(folder))
+    layout = MemoryLayout.of(described.memory, settings.get("block_size", 16), 4, 4)
+    length, step = settings.get("max_model_len", described.max_positions), 16
+    layout = layout.with_groups(length, step)
+    if "num_gpu_blocks_override" not in settings or not any(one.frees for one in layout.groups):
+        return settings
+    pages = layout.pages_of(length) + 3
+    return settings | {"num_gpu_blocks_override": pages, "max_num_batched_tokens": step}

@@ -16,6 +16,7 @@ FOLDERS = {"toolkit": "toolkit", "kernels": "toolkit.kernels", "tools": "tools"}
 """Folders of the checkout, and their package names."""
 
 LEAVES = {
+    "cache_group",
     "config",
     "console",
     "errors",
@@ -34,6 +35,7 @@ LEAVES = {
 
 ARROWS = {
     "version": set(),
+    "cache_group": set(),
     "sequence": {"sampling"},
     "errors": set(),
     "files": set(),

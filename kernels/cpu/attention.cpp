@@ -410,14 +410,14 @@ class Attention {
   // Finds a tile of the item's keys and values, all heads, from its key `first` on. Past the last
   // key, the last one repeats.
   void locate(const Item& item, int64_t first, const T** keys, const T** values) const {
-    const int32_t* table = step_.block_table + step_.rows[item.request] * step_.max_blocks;
+    const int32_t* table = step_.block_table + step_.rows[item.request] * step_.table_stride;
     const int64_t stride = layer_.num_kv_heads * size_;
     for (int64_t i = 0; i < kKeys; ++i) {
       const int64_t position = item.first_key + smaller(first + i, item.num_keys - 1);
-      const int64_t slot =
-          table[position / layer_.block_size] * layer_.block_size + position % layer_.block_size;
-      keys[i] = static_cast<const T*>(layer_.k_cache) + slot * stride;
-      values[i] = static_cast<const T*>(layer_.v_cache) + slot * stride;
+      const int64_t at = table[position / layer_.block_size] * layer_.block_stride +
+                         position % layer_.block_size * stride;
+      keys[i] = static_cast<const T*>(layer_.k_cache) + at;
+      values[i] = static_cast<const T*>(layer_.v_cache) + at;
     }
   }
 

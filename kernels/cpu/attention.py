@@ -22,7 +22,7 @@ class _Layer(ctypes.Structure):
         *((name, SIZE) for name in ("q_stride", "k_stride", "norm_is_bf16")),
         *((name, SIZE) for name in ("is_centered", "norm_is_last")),
         *((name, SIZE) for name in ("num_heads", "num_kv_heads", "head_size", "block_size")),
-        *((name, SIZE) for name in ("sliding_window", "is_bf16", "row_size")),
+        *((name, SIZE) for name in ("sliding_window", "is_bf16", "block_stride", "row_size")),
         *((name, FLOAT) for name in ("scale", "soft_cap", "eps", "clip")),
     ]
 
@@ -33,7 +33,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("slot_mapping", "query_start_loc", "seq_lens")),
         *((name, POINTER) for name in ("rows", "block_table", "last_key")),
-        *((name, SIZE) for name in ("max_blocks", "num_reqs", "num_tokens")),
+        *((name, SIZE) for name in ("table_stride", "num_reqs", "num_tokens")),
     ]
 
 
@@ -61,8 +61,9 @@ class AttentionStep:
                 "a step's tensors must be one of int64, then others of int32, not "
                 f"{[t.dtype for t in tensors]}"
             )
-        if not all(tensor.is_contiguous() for tensor in tensors):
-            raise ValueError("a step's tensors must be contiguous")
+        others = (one for one in tensors if one is not block_table)
+        if block_table.stride(1) != 1 or not all(one.is_contiguous() for one in others):
+            raise ValueError("a step's tensors must be contiguous, the block table in each row")
         num_keys = self.num_tokens if last_key is None else len(last_key)
         if (len(query_start_loc), len(rows), num_keys) != (num_reqs + 1, num_reqs, self.num_tokens):
             raise ValueError(
@@ -72,7 +73,7 @@ class AttentionStep:
         self._step = _Step(
             *(tensor.data_ptr() for tensor in tensors[:5]),
             None if last_key is None else last_key.data_ptr(),
-            block_table.shape[1],
+            block_table.stride(0),
             num_reqs,
             self.num_tokens,
         )
@@ -82,6 +83,7 @@ class AttentionStep:
 class Layer:
     """An attention layer over its caches `[num_blocks, block_size, num_kv_heads, head_size]`.
 
+    Each block is contiguous; other layers' blocks may lie between them.
     norm, clip: see `reference.qk_norm_rope_write`; other options: `reference.paged_attention`. The
     caches are both in fp32 or both in bfloat16, as are the norm's weights; queries, keys, values
     and angles are in the caches' type. Raises ValueError for others."""
@@ -105,10 +107,10 @@ class Layer:
                 "a layer's caches must be both in fp32 or both in bfloat16, not "
                 f"{k_cache.dtype} and {v_cache.dtype}"
             )
-        if v_cache.shape != k_cache.shape or not (
-            k_cache.is_contiguous() and v_cache.is_contiguous()
-        ):
-            raise ValueError("a layer's caches must be contiguous, and of one shape")
+        if (v_cache.shape, v_cache.stride()) != (k_cache.shape, k_cache.stride()) or not k_cache[
+            0
+        ].is_contiguous():
+            raise ValueError("a layer's caches must have contiguous blocks, and be alike")
         if head_size > MAX_HEAD_SIZE or num_heads % num_kv_heads:
             raise ValueError(
                 f"{num_heads} heads over {num_kv_heads} KV heads of size {head_size}: the size is "
@@ -144,7 +146,7 @@ class Layer:
             bool(weights) and weights[0].dtype == torch.bfloat16,
             *((norm.is_centered, norm.is_last) if norm is not None else (False, False)),
             *(num_heads, num_kv_heads, head_size, block_size, sliding_window),
-            *(self.dtype == torch.bfloat16, self.width),
+            *(self.dtype == torch.bfloat16, k_cache.stride(0), self.width),
             *(scale, soft_cap, norm.eps if norm is not None else 0.0, clip),
         )
         self._address = ctypes.addressof(self._layer)

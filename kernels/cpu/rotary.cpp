@@ -93,10 +93,12 @@ void write(const AttentionLayer& layer, const AttentionStep& step, T* qkv, const
                 q_angles ? q_angles + own : nullptr, half);
       const int64_t slot = step.slot_mapping[token];
       if (slot < 0) continue;
-      transform(layer, k, static_cast<T*>(layer.k_cache) + slot * width,
+      const int64_t at =
+          slot / layer.block_size * layer.block_stride + slot % layer.block_size * width;
+      transform(layer, k, static_cast<T*>(layer.k_cache) + at,
                 {layer.num_kv_heads, layer.k_weight, layer.k_stride},
                 k_angles ? k_angles + own : nullptr, half);
-      transform<T>(layer, v, static_cast<T*>(layer.v_cache) + slot * width,
+      transform<T>(layer, v, static_cast<T*>(layer.v_cache) + at,
                    {layer.num_kv_heads, nullptr, 0}, nullptr, 0);
     }
   });

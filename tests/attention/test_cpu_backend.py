@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadNorm, HeadTransform
+from toolkit.attention import (
+    Attention,
+    AttentionBatch,
+    AttentionShape,
+    GroupTable,
+    HeadNorm,
+    HeadTransform,
+)
 from toolkit.attention.cpu import CPUBackend
 from toolkit.attention.torch import TorchBackend
 from toolkit.kernels import cpu
@@ -32,11 +39,10 @@ def make_batch(
     block = table[torch.from_numpy(request), positions // BLOCK_SIZE].long()
     return AttentionBatch(
         positions=positions,
-        slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
+        tables=(GroupTable(table, block * BLOCK_SIZE + positions % BLOCK_SIZE),),
         query_start_loc=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         seq_lens=torch.from_numpy(contexts),
         rows=torch.arange(len(lens)).int(),
-        block_table=table,
         max_query_len=int(queries.max()),
         max_seq_len=int(contexts.max()),
         rope=tuple(table[positions] for table in rope),
@@ -57,12 +63,15 @@ def assert_equals_reference(
 ) -> None:
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     batch = make_batch(MIXED)
-    num_blocks = int(batch.block_table.max()) + 1
+    num_blocks = int(batch.tables[0].blocks.max()) + 1
     angles = torch.randn(2, 64, shape.head_size // 2)
     tables = torch.stack((angles.cos(), angles.sin()), dim=2).to(dtype).unbind()
     # Two layers with their own caches. The second step reads what the first has written.
-    caches = torch.randn(2, 2, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_size)
-    ours, expected = (caches.clone().to(cache_dtype or dtype) for _ in range(2))
+    size = BLOCK_SIZE + 3  # blocks are apart, as in pages of several layers
+    caches = torch.randn(2, 2, num_blocks, size, shape.num_kv_heads, shape.head_size)
+    ours, expected = (
+        caches.clone().to(cache_dtype or dtype)[:, :, :, :BLOCK_SIZE] for _ in range(2)
+    )
     backends = ((CPUBackend(CPU), ours), (TorchBackend(CPU), expected))
     for _ in range(2):
         qkv = torch.randn(len(batch.positions), width).to(dtype)
@@ -70,7 +79,7 @@ def assert_equals_reference(
             found = []
             for backend, cache in backends:
                 step = make_batch(MIXED, tables, both_ways=both_ways)
-                step.block_table, step.slot_mapping = batch.block_table, batch.slot_mapping
+                step.tables = batch.tables
                 own = Attention(shape, transform)
                 own.bind(*cache[layer])
                 query = backend.write(own, qkv.clone(), step)

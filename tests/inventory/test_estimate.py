@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pynvml
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from tests import checkpoints, pictured
 from tests.lora.conftest import Adapter
 from tests.models.decoders import make_decoder
+from toolkit.cache_group import ONE_GROUP, CacheGroup
 from toolkit.config import EngineConfig
 from toolkit.demo import MODEL_DIR
 from toolkit.distributed import SINGLE, Group, Stage, parallel
@@ -28,7 +30,7 @@ from toolkit.inventory.step_memory import CUDA_RUNTIME, GRAPH_LAYER_BYTES
 from toolkit.kernels import cpu
 from toolkit.lora.adapters import Adapters
 from toolkit.models.build import build_model, load_config
-from toolkit.models.memory import MemoryLayout
+from toolkit.models.memory import Memory, MemoryLayout, Part, RowMemory, TokenMemory
 from toolkit.worker.worker import Worker
 from tools.bench.models import CONFIGS
 
@@ -68,7 +70,8 @@ def test_estimate_matches_the_worker(checkpoint: Callable[[str], Path], kind: st
         info.cache_bytes,
         info.max_model_len,
     )
-    assert result.block_bytes / result.block_size == info.token_bytes
+    assert result.cache / result.num_tokens == info.token_bytes
+    assert result.layout.groups == info.groups
 
 
 @pytest.mark.parametrize(
@@ -90,23 +93,70 @@ def test_estimate_counts_the_tower(tmp_path, name, number, parts):
         assert result.pictures == info.sight.num_pages * 64 * 4 * 32 * parts
 
 
-@pytest.mark.parametrize(
-    ("kind", "length", "share"),
-    [
-        ("mistral-window", 160, 151 / 160),
-        ("mistral-window", 9, 0),
-        ("qwen2-tied-some-windows", 40, 2 / 3 * 29 / 40),
-        ("qwen3", 160, 0),
-    ],
-)
-def test_dry_run_reports_the_cache_outside_windows(checkpoint, capsys, kind, length, share):
-    config = settings(model=str(checkpoint(kind)), max_model_len=length, kv_cache_memory=0.005)
+WINDOWS = {
+    "gemma-3-1b": (26, 1, 256, 512, 6, 32768, 5.0),
+    "gemma-3-4b": (34, 4, 256, 1024, 6, 8192, 3.5),
+    "gpt-oss-20b": (24, 8, 64, 128, 2, 8192, 1.8),
+    "gemma-3-27b": (62, 16, 128, 1024, 6, 32768, 5.0),
+}
+"""Layers, KV heads and their size, window, every how many layers see all, length, and how many
+times as many requests fit as with layers that keep all tokens."""
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_make_room_for_requests(name):
+    count, heads, size, window, every, length, times = WINDOWS[name]
+    layers = [
+        TokenMemory.of_keys(heads, size, window if (index + 1) % every else 0)
+        for index in range(count)
+    ]
+    plain = MemoryLayout.of(layers, 16, 2, 2)
+    layout = plain.with_groups(length, 8192)
+    before = plain.block_bytes * (length // 16)
+    assert before / (layout.page_bytes * layout.pages_in_decode(length)) >= times
+    assert max(map(layout.padding, range(len(layout.groups)))) < 0.09
+    # Views of layers do not overlap, and blocks begin at whole tokens.
+    token = 2 * heads * size
+    for memory, places in zip(layout.of_tokens, layout.places(), strict=True):
+        group = layout.groups[layout.group_of(memory)]
+        assert layout.page_bytes % (group.blocks_per_page * token) == 0
+        assert max(places) + 16 * token <= layout.page_bytes // group.blocks_per_page
+    starts = {g: [] for g in range(len(layout.groups))}
+    for memory, places in zip(layout.of_tokens, layout.places(), strict=True):
+        starts[layout.group_of(memory)] += places
+    assert all(np.diff(sorted(own)).min() == 16 * token for own in starts.values())
+
+
+def test_layers_of_one_reach_or_next_to_states_are_one_group():
+    full, window = TokenMemory.of_keys(2, 8), TokenMemory.of_keys(2, 8, 20)
+    row = RowMemory((Part(2, 8),))
+
+    def groups(*layers: Memory, length: int = 100, drafter: Sequence[Memory] = ()):
+        return MemoryLayout.of(layers, 4, 2, 2, drafter=drafter).with_groups(length, 8).groups
+
+    assert groups(full, full) == groups(full, window, length=20) == ONE_GROUP
+    assert groups(full, window, row) == ONE_GROUP
+    assert groups(window, window) == (CacheGroup(window=20),)
+    assert groups(window, drafter=[full]) == ONE_GROUP  # the drafter's layers keep all tokens
+    assert groups(window, full, drafter=[full]) == (CacheGroup(), CacheGroup(window=20))
+    assert groups(window, full, full, full, full) == (
+        CacheGroup(blocks_per_page=1),
+        CacheGroup(window=20, blocks_per_page=4),
+    )
+
+
+@pytest.mark.parametrize("kind", ["mistral-window", "qwen2-tied-some-windows", "qwen3"])
+def test_dry_run_shows_what_windows_free(checkpoint, capsys, kind):
+    config = settings(model=str(checkpoint(kind)), max_model_len=160, kv_cache_memory=0.005)
     dry_run(config, as_json=True)
     report = json.loads(capsys.readouterr().out)
-    assert report["outside_windows_bytes"] == pytest.approx(share * report["cache_bytes"], abs=1)
+    windows = [group["window"] for group in report["groups"]]
+    assert windows == {"qwen3": [0], "mistral-window": [9]}.get(kind, [0, 11])
+    assert report["sequence_bytes"] <= report["sequence_peak_bytes"]
     dry_run(config, as_json=False)
-    shown = f"({share:.0%}) is outside them, with sequences of {length} tokens"
-    assert (shown in " ".join(capsys.readouterr().out.split())) == bool(share)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("keep windows of" in shown) == (kind != "qwen3")
+    assert ("keep all tokens (pages of" in shown) == (len(windows) > 1)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +483,7 @@ class TestWellKnownModels:
 
     def test_the_largest_context_fits_with_its_tables_of_tokens(self, tmp_path):
         model = shape_of("qwen3-0.6b", tmp_path / "qwen")
-        gpu = Device("cuda", "", 8 * GIB, 8 * GIB)
+        gpu = Device("cuda", "", 9 * GIB, 9 * GIB)
         more = {"max_num_seqs": 2000, "speculative_config": {"method": "ngram"}}
         short = EngineConfig.from_settings(more | {"max_model_len": 1000})
         largest = estimate(model, short, gpu).largest_context

@@ -56,7 +56,8 @@ def test_ragged_batch_then_prefix_cache_hits(case, llm):
     case.assert_greedy(generate(llm, case.prompts, max_tokens=SHORT), num_tokens=SHORT)
     again = generate(llm, case.prompts[3::2], max_tokens=17)  # into the next block
     for result in again:
-        grain = 64 if case.name in WITH_STATES else 16
+        grain = engines.grain(llm)
+        assert grain == 64 or case.name not in WITH_STATES
         assert result.num_cached_tokens == (len(result.prompt_token_ids) - 1) // grain * grain
     case.assert_greedy(again, num_tokens=17)
 
@@ -81,6 +82,7 @@ def test_few_layers_launch_the_kernels_of_all(case, llm):
 
 def run(case, settings: dict, prompts: list[list[int]], count: int) -> None:
     """Check the answers, and that requests were preempted, and swapped, as `settings` demand."""
+    settings = engines.scarce(case.folder, settings)
     llm = case.engine(device="cpu", **settings)
     scheduler, num_preempted, swaps = (
         engines.scheduler(llm),
@@ -116,7 +118,8 @@ def test_parallel_answers_share_the_prompt(few, caching):
     assert [len(result.outputs) for result in results] == [3] * len(few.prompts)
     few.assert_greedy(results, num_tokens=COUNT)
     # The second and the third answer reuse the blocks of the first.
-    assert num_hits() == sum(2 * ((length - 1) // 16 * 16) for length in LENGTHS)
+    grain = engines.grain(llm)
+    assert num_hits() == sum(2 * ((length - 1) // grain * grain) for length in LENGTHS)
 
 
 def test_prompt_and_output_logprobs(few):

@@ -117,7 +117,7 @@ def answers(llm: LLM, asked: tuple[Asked, ...] = ASKED) -> list[list[int]]:
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_answers_equal_transformers(folder, pools, name, mode):
-    llm = LLM(str(folder(name)), **SETTINGS | MODES[mode])
+    llm = LLM(str(folder(name)), **SETTINGS | engines.scarce(folder(name), MODES[mode]))
     expected = [answer(name, one) for one in ASKED]
     num_preempted = (
         engines.count_stats(llm, "num_preemptions") if "swap_space" in MODES[mode] else None

@@ -1,18 +1,19 @@
 """Simulated device without numbers, and a loop that drives it.
 
-A slot of the KV cache holds an id of the token prefix that it was computed from: two slots are
-equal exactly if all tokens up to them are. Each step's tokens are checked against all earlier
-positions of their row. A block that is shared wrongly, stale, or swapped to the wrong place is
-detected at the first token that would read it. Two layers have slots of different shapes. A row
-may also have a state, the id of all tokens that it has read: steps read it in one slot and write
-it in one; it is swapped with the row's blocks. Features are ids, too: a prompt's token of one reads
-it in the pages that an earlier step has loaded.
+A slot of the KV cache holds an id of the token prefix that it was computed from, and of the group
+of layers: two slots are equal exactly if all tokens up to them are. Each step's tokens are checked
+against all earlier positions of their row that their group reads. A block that is shared wrongly,
+stale, freed, or swapped to the wrong place is detected at the first token that would read it. Two
+layers have slots of different shapes. A row may also have a state, the id of all tokens that it has
+read: steps read it in one slot and write it in one; it is swapped with the row's blocks. Features
+are ids, too: a prompt's token of one reads it in the pages that an earlier step has loaded.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 
+from toolkit.cache_group import ONE_GROUP, CacheGroup, first_columns
 from toolkit.sampling.params import SamplingParams
 from toolkit.scheduler import (
     FinishReason,
@@ -33,7 +35,9 @@ from toolkit.scheduler import (
     StepResults,
     rows,
 )
+from toolkit.scheduler.blocks.block_tables import held_pages
 from toolkit.scheduler.output import PlaceAdapter
+from toolkit.scheduler.request import HOLE
 from toolkit.sequence import Adapter, Feature, SequenceSpec
 
 VOCAB = 11
@@ -74,7 +78,7 @@ def expected_answer(request: Request) -> tuple[list[int], FinishReason, int | No
 @dataclass
 class Row:
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]  # pages by group
     seed: int
     adapter: int  # slot
     features: tuple[Feature, ...] = ()
@@ -102,12 +106,15 @@ class Device:
 
     def __init__(self, plan: Plan) -> None:
         self.block_size, self.max_loras = plan.block_size, plan.max_loras
+        self.groups = plan.groups
+        self.page_tokens = [plan.block_size * group.blocks_per_page for group in plan.groups]
+        self.columns = first_columns(plan.groups, plan.block_size, MAX_MODEL_LEN)
         self.most_drafts = plan.most_drafts
         self.samples_elsewhere = plan.num_stages > 1
         """A first stage: it knows only tokens that the step brings."""
         self.layers, self.host_layers = (
             [
-                np.full((count, self.block_size, *shape), GARBAGE, np.int64)
+                np.full((count, max(self.page_tokens), *shape), GARBAGE, np.int64)
                 for shape in ((1,), (2, 3))
             ]
             for count in (plan.num_blocks, plan.num_host_blocks)
@@ -148,11 +155,17 @@ class Device:
                 self.states[slot] = self.host_states.get(host_slot, NO_STATE)
         for new in step.new_rows:
             self.rows[new.row] = Row(
-                list(new.token_ids), list(new.blocks), new.seed, new.adapter, new.spec.features
+                list(new.token_ids),
+                [list(table) for table in new.blocks],
+                new.seed,
+                new.adapter,
+                new.spec.features,
             )
-        for number, index, block in step.new_blocks.tolist():
-            assert index == len(self.rows[number].blocks), "new blocks follow the row's others"
-            self.rows[number].blocks.append(block)
+        for number, column, page in step.new_blocks.tolist():
+            g = bisect_right(self.columns, column) - 1
+            table = self.rows[number].blocks[g]
+            assert column - self.columns[g] == len(table), "new blocks follow the row's others"
+            table.append(page)
         num_drafts = step.num_drafts if len(step.num_drafts) else np.zeros_like(step.num_tokens)
         for number, position, token in step.known_tokens.tolist():
             row = self.rows[number]
@@ -223,17 +236,9 @@ class Device:
             for position in range(start, end):
                 self._write(row, position, GARBAGE if self.is_broken else prefixes[position])
         sampled, counts, offered = [], [], []
-        for row, _, end, samples, drafts, prefixes in work:
+        for row, start, end, samples, drafts, prefixes in work:
             if not self.is_broken:
-                for layer in self.layers:
-                    held = [
-                        layer[row.blocks[p // self.block_size], p % self.block_size]
-                        for p in range(end)
-                    ]
-                    assert all(
-                        (one == right).all()
-                        for one, right in zip(held, prefixes[:end], strict=True)
-                    ), "a row reads another request's cache, or a stale one"
+                self._check_read(row, start, end, prefixes)
             if samples:
                 assert end == len(row.tokens) + drafts, "the next token comes after all the others"
                 new = self._sample(row, drafts)
@@ -268,9 +273,27 @@ class Device:
                         assert self.pages[page] == right, "its pages have another feature"
                     number += 1
 
+    def _check_read(self, row: Row, start: int, end: int, prefixes: list[int]) -> None:
+        """Check all tokens that those at positions from start to `end` read."""
+        for g, (group, tokens) in enumerate(zip(self.groups, self.page_tokens, strict=True)):
+            for position in range(group.first_key(start), end):
+                page = row.blocks[g][position // tokens]
+                assert page != HOLE, "a row reads a page that it has freed"
+                right = self._mark(g, prefixes[position])
+                assert all(
+                    (layer[page, position % tokens] == right).all() for layer in self.layers
+                ), "a row reads another request's cache, or a stale one"
+
+    def _mark(self, g: int, prefix: int) -> int:
+        """Return what a slot of a group has."""
+        return prefix * len(self.groups) + g
+
     def _write(self, row: Row, position: int, prefix: int) -> None:
-        for layer in self.layers:
-            layer[row.blocks[position // self.block_size], position % self.block_size] = prefix
+        for g, tokens in enumerate(self.page_tokens):
+            page = row.blocks[g][position // tokens]
+            assert page != HOLE, "a row writes to a page that it has freed"
+            for layer in self.layers:
+                layer[page, position % tokens] = self._mark(g, prefix)
 
     def _sample(self, row: Row, num_drafts: int) -> list[int]:
         """Return the new tokens: while a draft is right, one more."""
@@ -311,6 +334,7 @@ class Device:
 class Plan:
     """Script of a run: arrivals, aborts and failing steps."""
 
+    groups: Sequence[CacheGroup] = ONE_GROUP
     block_size: int = 4
     num_blocks: int = 20
     num_host_blocks: int = 0
@@ -385,6 +409,7 @@ def make_scheduler(plan: Plan) -> Scheduler:
     """Create the scheduler. Its rows keep few tokens, so that they are flushed several times."""
     with mock.patch.object(rows, "LEAST_TAIL", 32 if plan.most_drafts else 16):
         scheduler = Scheduler(
+            groups=plan.groups,
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
             max_num_seqs=plan.max_num_seqs,
@@ -516,14 +541,15 @@ def check_ownership(scheduler: Scheduler) -> None:
     scheduler.check()
     pool = scheduler.pool
     num_holders = [0] * pool.num_blocks
-    for block in chain(*(request.blocks for request in scheduler.running)):
+    for block in chain(*(held_pages(request.blocks) for request in scheduler.running)):
         num_holders[block] += 1
     assert num_holders == list(map(pool.num_references, range(pool.num_blocks)))
     assert pool.num_free == num_holders.count(0)
     for request in scheduler.running:
         assert request.status is RequestStatus.RUNNING
-        assert len(set(request.blocks)) == len(request.blocks)
-    on_host = [block for request in scheduler.requests for block in request.host_blocks]
+        pages = held_pages(request.blocks)
+        assert len(set(pages)) == len(pages)
+    on_host = [page for request in scheduler.requests for page in held_pages(request.host_blocks)]
     assert len(set(on_host)) == len(on_host)
     assert len(on_host) + scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
     taken = [request.row for request in scheduler.running]

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,9 +28,10 @@ from tests.scheduler.simulation import (
     make_scheduler,
     run,
 )
+from toolkit.cache_group import ONE_GROUP, CacheGroup, most_pages, most_step
 from toolkit.scheduler import FinishReason, ModelOutput, Request, RequestStatus, Scheduler
 from toolkit.scheduler.blocks.block_pool import BlockPool
-from toolkit.scheduler.blocks.block_tables import BlockTables
+from toolkit.scheduler.blocks.block_tables import BlockTables, Cached
 from toolkit.scheduler.request import NO_SLOT
 from toolkit.scheduler.running import RunningRequests
 from toolkit.scheduler.states import Snapshot, StateSlots
@@ -90,20 +92,34 @@ def groups(draw, index: int, caching: bool, digests: Sequence[bytes]):
     return [leader, *siblings]
 
 
+GROUPS = [
+    ONE_GROUP,
+    (CacheGroup(window=5),),
+    (CacheGroup(), CacheGroup(window=7)),
+    (CacheGroup(blocks_per_page=3), CacheGroup(window=6)),
+    (CacheGroup(window=3, blocks_per_page=2), CacheGroup(chunk=6), CacheGroup(blocks_per_page=3)),
+]
+
+
 @st.composite
 def plans(draw, *, failing: bool = False, aborting: bool = True, seeing: bool = True):
     block_size = draw(st.sampled_from([1, 2, 4, 5]))
-    longest = -(-MAX_MODEL_LEN // block_size)
     caching = draw(st.booleans())
     count = draw(st.integers(1, 7))
     budget = draw(st.sampled_from([1, 3, 8, 16, 100]))
-    num_snapshots = draw(st.sampled_from([None, None, 0, 2, 9]))
+    num_snapshots = draw(st.sampled_from([None, None, None, 0, 2, 9]))
+    groups_of_layers = draw(st.sampled_from(GROUPS)) if num_snapshots is None else ONE_GROUP
+    most_drafts = draw(st.sampled_from([0, 1, 3]))
+    num_stages = draw(st.sampled_from([1, 1, 2, 3]))
+    step = most_step(budget, most_drafts, num_stages)
+    longest = most_pages(groups_of_layers, block_size, MAX_MODEL_LEN, step)
     fits = budget >= 5 and num_snapshots is None and not failing  # failures lower the budget
     digests = [b"a", b"b", b"d", *[b"c"] * fits] if seeing else []
     arrivals = [
         (draw(st.integers(0, 12)), draw(groups(index, caching, digests))) for index in range(count)
     ]
     plan = Plan(
+        groups=groups_of_layers,
         block_size=block_size,
         num_blocks=longest + draw(st.integers(0, longest)),
         num_host_blocks=draw(st.sampled_from([0, 0, 3, longest, 3 * longest])),
@@ -112,7 +128,8 @@ def plans(draw, *, failing: bool = False, aborting: bool = True, seeing: bool = 
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=caching,
         depth=draw(st.sampled_from([1, 2, 2, 3])),
-        num_stages=draw(st.sampled_from([1, 1, 2, 3])),
+        num_stages=num_stages,
+        most_drafts=most_drafts,
         max_loras=draw(st.integers(1, 3)),
         num_feature_pages=draw(st.integers(3, 6)),
         most_encoded=draw(st.sampled_from([1, 4, 20])),
@@ -121,7 +138,6 @@ def plans(draw, *, failing: bool = False, aborting: bool = True, seeing: bool = 
     if num_snapshots is not None:
         plan.num_state_slots = plan.max_num_seqs + num_snapshots
         plan.num_host_slots = draw(st.sampled_from([0, 1, plan.max_num_seqs]))
-    plan.most_drafts = draw(st.sampled_from([0, 1, 3]))
     plan.resets = draw(st.lists(st.integers(0, 40), max_size=2))
     names = [request.id for request in plan.requests]
     if aborting:
@@ -193,6 +209,17 @@ def test_batch_scheduling_equals_single_scheduling(plan):
     assert run(plan).trace == run(again).trace
 
 
+def test_an_answer_that_grows_by_several_blocks_at_once_is_kept():
+    """Drafts make rows grow past the block at which they used to keep their newest tokens."""
+    requests = [
+        make_request(f"{i}", [2 + i] * 3, max_tokens=36, ignore_eos=True, seed=i) for i in range(6)
+    ]
+    plan = Plan(block_size=1, num_blocks=400, max_num_seqs=6, most_drafts=3, budget=100)
+    plan.arrivals = [(0, requests)]
+    run(plan)
+    check_answers(plan, allowed=set())
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("is_final_only", [False, True])
 def test_steady_decode_reports_only_columns(depth, is_final_only):
@@ -239,8 +266,8 @@ def test_an_answer_can_be_read_at_any_time_or_only_at_the_end(block_size):
     assert unwatched.output_token_ids == expected
 
 
-def leak_the_last_block(pool: BlockPool, blocks: Sequence[int]) -> None:
-    RELEASE(pool, blocks[:-1])
+def leak_the_last_block(pool: BlockPool, blocks: Sequence[int], **options: bool) -> None:
+    RELEASE(pool, blocks[:-1], **options)
 
 
 def keep_the_hash(pool: BlockPool, block: int) -> None:
@@ -253,7 +280,7 @@ def share_without_counting(pool: BlockPool, blocks: Sequence[int]) -> None:
 
 
 def swap_in_without_releasing(tables: BlockTables, request: Request) -> list[tuple[int, int]]:
-    copies = list(zip(request.host_blocks, request.blocks, strict=False))
+    copies = list(zip(request.host_blocks[0], request.blocks[0], strict=False))
     request.host_blocks = []
     return copies
 
@@ -278,13 +305,11 @@ def release_only_blocks(running: RunningRequests, request: Request) -> None:
     running._blocks.release_host(request)
 
 
-def begin_without_a_state(states: StateSlots, request: Request, cached: list[int]) -> Any:
+def begin_without_a_state(states: StateSlots, request: Request, cached: Cached) -> Any:
     return None, cached
 
 
-def begin_with_what_is_not_written_yet(
-    states: StateSlots, request: Request, cached: list[int]
-) -> Any:
+def begin_with_what_is_not_written_yet(states: StateSlots, request: Request, cached: Cached) -> Any:
     states._step += 1
     try:
         return BEGIN_WITH(states, request, cached)
@@ -300,6 +325,33 @@ def expect_no_drafts(states: StateSlots, *given: int, has_drafts: bool) -> None:
     STATE_SLOTS(states, *given, has_drafts=False)
 
 
+def trim_by_computed_tokens(tables: BlockTables, request: Request, computed: int, **more: bool):
+    known = Request.num_known_tokens
+    with mock.patch.object(Request, "num_known_tokens", property(lambda one: computed + 1)):
+        TRIM(tables, request, computed, **more)
+    assert Request.num_known_tokens is known
+
+
+def register_unknown_tokens(tables: BlockTables, request: Request) -> None:
+    """Take a token that is not known yet for 9."""
+    tokens = [*request.token_ids, *[9] * request.num_in_flight]
+    twin = make_request("twin", tokens[: request.num_computed_tokens + 1])
+    twin.num_computed_tokens, twin.blocks = request.num_computed_tokens, request.blocks
+    twin.num_registered = request.num_registered
+    REGISTER(tables, twin)
+
+
+def hit_without_a_window(tables: BlockTables, g: int, hashes: Sequence[bytes], length: int) -> int:
+    return length
+
+
+def swap_holes_in(tables: BlockTables, request: Request) -> list[tuple[int, int]]:
+    pairs = zip(request.host_blocks, request.blocks, strict=True)
+    copies = [pair for both in pairs for pair in zip(*both, strict=False)]
+    tables.release_host(request)
+    return copies
+
+
 def conversations(count: int) -> list[tuple[int, list[Request]]]:
     """Return requests, and later some that go on after their answers."""
     firsts = [
@@ -311,6 +363,28 @@ def conversations(count: int) -> list[tuple[int, list[Request]]]:
     return [(0, firsts), (60, later)]
 
 
+def later_turns() -> list[tuple[int, list[Request]]]:
+    """Return a long request, and later ones that begin with parts of it."""
+    first = make_request("0", [2, 3] * 8, max_tokens=20, ignore_eos=True)
+    tokens = first.prompt_token_ids + expected_answer(first)[0]
+    others = [make_request(f"{n}", tokens[:n], max_tokens=4) for n in (30, 22, 14)]
+    return [(0, [first]), *((40 + 20 * i, [one]) for i, one in enumerate(others))]
+
+
+def turns_that_go_on_with(token: int) -> list[tuple[int, list[Request]]]:
+    """Return requests that preempt each other, and others with a part of an answer and a token."""
+    firsts = [
+        make_request(f"{i}", [2 + i] * 8, max_tokens=30, ignore_eos=True, seed=i, priority=1)
+        for i in range(4)
+    ]
+    tokens = [one.prompt_token_ids + expected_answer(one)[0] for one in firsts]
+    prompts = [[*one[: n - 1], token, 2] for n in range(12, 36, 4) for one in tokens]
+    later = [make_request(f"then {i}", one, max_tokens=1) for i, one in enumerate(prompts)]
+    return [(0, firsts), *((n, [one]) for n, one in enumerate(later, 5))]
+
+
+TRIM, REGISTER = BlockTables.trim, BlockTables.register
+WINDOWS = {"groups": (CacheGroup(), CacheGroup(window=5)), "num_blocks": 24}
 BEGIN_WITH, STATE_SLOTS = StateSlots.begin_with, StateSlots.__init__
 RELEASE, SWAP_OUT = BlockPool.release, BlockTables.swap_out
 SWAP_STATE_OUT = StateSlots.swap_out
@@ -355,6 +429,25 @@ MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
     "states are swapped to others' places": (
         StateSlots, "swap_out", swap_states_to_one_place, SWAPPED_STATES
     ),
+    "a window is trimmed by tokens that may be wrong": (
+        BlockTables, "trim", trim_by_computed_tokens,
+        WINDOWS | {"block_size": 1, "num_blocks": 99, "most_drafts": 3, "depth": 3},
+    ),
+    "pages of unknown tokens are registered": (
+        BlockTables, "register", register_unknown_tokens,
+        WINDOWS
+        | {
+            "depth": 3, "max_num_seqs": 5, "policy": "priority",
+            "arrivals": turns_that_go_on_with(9),
+        },
+    ),
+    "a prefix is found whose window is lost": (
+        BlockTables, "_covered", hit_without_a_window,
+        WINDOWS | {"num_blocks": 40, "arrivals": later_turns()},
+    ),
+    "a hole is swapped": (
+        BlockTables, "swap_in", swap_holes_in, WINDOWS | {"num_host_blocks": 40}
+    ),
     "snapshots of a dropped step are kept": (
         StateSlots, "clear", lambda states: None,
         {"num_state_slots": 9, "num_blocks": 40, "failures": {0: "error"}, "depth": 2},
@@ -363,7 +456,8 @@ MISTAKES: dict[str, tuple[type, str, Callable, dict[str, Any]]] = {
 
 
 FOUND = (
-    "accounts are wrong|a row reads another|a row continues another|a step reads a slot|slots are"
+    "accounts are wrong|a row reads|a row continues another|a step reads a slot|slots are"
+    "|is a copy target once"
 )
 
 
@@ -609,7 +703,7 @@ def test_a_request_larger_than_the_cache_is_refused():
         max_model_len=MAX_MODEL_LEN,
     )
     with pytest.raises(
-        ValueError, match="needs up to 13 tokens of KV cache and all of it holds 12"
+        ValueError, match="needs up to 13 tokens of KV cache, in 4 pages, and all of it has 3"
     ):
         scheduler.add(make_request("0", [2] * 7, max_tokens=6))
     assert scheduler.num_unfinished == 0

@@ -65,7 +65,7 @@ def test_tables_of_tokens_and_predictions_are_counted(gpu_runner, target_folder)
     speculation = {"method": "ngram"}
     llm, runner = start(target_folder, speculation)
     state = runner.state
-    kept = tensor_bytes(runner.drafter) + state.token_ids.nbytes + state.block_table.nbytes
+    kept = tensor_bytes(runner.drafter) + state.token_ids.nbytes + state._table.nbytes
     assert step_memory(target_folder, speculation).rows == pytest.approx(kept, rel=0.02)
     llm.shutdown()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from bisect import bisect_right
 
 import numpy as np
 import pytest
@@ -11,8 +12,15 @@ import torch
 
 from tests import engines
 from toolkit import LLM, SamplingParams
-from toolkit.attention import Attention, AttentionBatch, AttentionShape, HeadTransform
+from toolkit.attention import (
+    Attention,
+    AttentionBatch,
+    AttentionShape,
+    GroupTable,
+    HeadTransform,
+)
 from toolkit.attention.triton import TritonBackend
+from toolkit.cache_group import CacheGroup, first_columns
 from toolkit.kernels.table import CPUKernels, Kernels, TritonKernels
 from toolkit.sampling.params import SamplingParams as Params
 from toolkit.scheduler import NewRow, SchedulerOutput
@@ -21,7 +29,11 @@ from toolkit.worker.batch_state import BatchState
 from toolkit.worker.graph_policy import StepShape
 from toolkit.worker.startup.warm_up import WarmUp
 
-ROWS, LENGTH, BLOCK = 7, 100, 4
+ROWS, LENGTH, BLOCK = 7, 96, 4
+GROUPS = (CacheGroup(blocks_per_page=2), CacheGroup(window=9))
+PAGES = [BLOCK * group.blocks_per_page for group in GROUPS]
+"""Tokens of a page, by group."""
+COLUMNS = first_columns(GROUPS, BLOCK, LENGTH)
 
 
 @pytest.fixture(params=[CPUKernels, TritonKernels])
@@ -32,7 +44,7 @@ def state(request: pytest.FixtureRequest, triton_runs: bool) -> BatchState:
 
 
 def make_state(kernels: Kernels) -> BatchState:
-    return BatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"), 512, kernels)
+    return BatchState(ROWS, LENGTH, BLOCK, torch.device("cpu"), 512, kernels, groups=GROUPS)
 
 
 def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
@@ -45,7 +57,7 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
         for row in rng.sample(range(ROWS), rng.randint(0, 2)):
             length = rng.randint(1, 60)
             tokens = [rng.randrange(1000) for _ in range(length)]
-            blocks = [rng.randrange(500) for _ in range(-(-length // BLOCK))]
+            pages = [[rng.randrange(500) for _ in range(-(-length // tokens))] for tokens in PAGES]
             params = Params(temperature=rng.random(), top_k=rng.randrange(9), seed=rng.randrange(9))
             seed = rng.getrandbits(63)
             new_rows.append(
@@ -57,7 +69,7 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
                     seed=-seed,
                     output_token_ids=[],
                     num_computed_tokens=0,
-                    blocks=blocks,
+                    blocks=pages,
                 )
             )
             lengths[row], computed[row] = length, 0
@@ -67,8 +79,10 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
             missing = lengths[row] - computed[row]
             counts.append(min(missing, rng.randint(1, 30)) if missing else 1)
             starts.append(computed[row])
-            have, need = -(-lengths[row] // BLOCK), -(-(computed[row] + counts[-1]) // BLOCK)
-            new_blocks += [(row, index, rng.randrange(500)) for index in range(have, need)]
+            for first, tokens in zip(COLUMNS[:-1], PAGES, strict=True):
+                have, need = -(-lengths[row] // tokens), -(-(computed[row] + counts[-1]) // tokens)
+                columns = range(first + have, first + need)
+                new_blocks += [(row, column, rng.randrange(500)) for column in columns]
             computed[row] += counts[-1]
             lengths[row] = max(lengths[row], computed[row])
         at_end = [computed[row] == lengths[row] for row in rows]
@@ -95,20 +109,30 @@ def random_steps(rng: random.Random, count: int) -> list[SchedulerOutput]:
 def test_inputs_equal_those_of_the_reference(state, seed):
     rng = random.Random(seed)
     tokens = np.zeros((ROWS, LENGTH + 1), np.int64)
-    blocks = np.zeros((ROWS, LENGTH // BLOCK), np.int64)
+    blocks = np.zeros((len(GROUPS), ROWS, LENGTH // BLOCK), np.int64)
+
+    def put(row: int, column: int, page: int) -> None:
+        g = bisect_right(COLUMNS, column) - 1
+        count = GROUPS[g].blocks_per_page
+        first = (column - COLUMNS[g]) * count
+        blocks[g, row, first : first + count] = page * count + np.arange(count)
+
     reference = make_state(Kernels())
     for step in random_steps(rng, 25):
         for new in step.new_rows:
             tokens[new.row, : len(new.token_ids)] = new.token_ids
-            blocks[new.row, : len(new.blocks)] = new.blocks
-        for row, index, block in step.new_blocks:
-            blocks[row, index] = block
+            for first, pages in zip(COLUMNS[:-1], new.blocks, strict=True):
+                for column, page in enumerate(pages, first):
+                    put(new.row, column, page)
+        for new_block in step.new_blocks.tolist():
+            put(*new_block)
         for row, position, token in step.known_tokens:
             tokens[row, position] = token
         for one in (state, reference):
             one.apply(step)
             assert one.token_ids[:ROWS].tolist() == tokens.tolist()
-            assert one.block_table[:ROWS].tolist() == blocks.tolist()
+            for table, own in zip(one.tables, blocks, strict=True):
+                assert table[:ROWS].tolist() == own.tolist()
         assert torch.equal(state.sampling.ints, reference.sampling.ints)
         assert torch.equal(state.sampling.floats, reference.sampling.floats)
         assert state.sampling.windows.tolist() == state.sampling.host_windows.tolist()
@@ -122,16 +146,17 @@ def test_inputs_equal_those_of_the_reference(state, seed):
             if one.send(step) is None
         )
         assert torch.equal(inputs.token_ids, expected.token_ids)
-        for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens", "rows", "order"):
+        for name in ("positions", "query_start_loc", "seq_lens", "rows", "order"):
             assert torch.equal(getattr(batch, name), getattr(expected_batch, name)), name
         own = np.repeat(step.rows, step.num_tokens)
         positions = np.concatenate(
             [np.arange(a, a + c) for a, c in zip(step.num_computed, step.num_tokens, strict=True)]
         )
         assert inputs.token_ids[:total].tolist() == tokens[own, positions].tolist()
-        slots = blocks[own, positions // BLOCK] * BLOCK + positions % BLOCK
-        assert batch.slot_mapping[:total].tolist() == slots.tolist()
-        assert (batch.slot_mapping[total:] == -1).all()
+        for g, (_, found) in enumerate(batch.tables):
+            slots = blocks[g, own, positions // BLOCK] * BLOCK + positions % BLOCK
+            assert found[:total].tolist() == slots.tolist()
+            assert (found[total:] == -1).all()
         assert (batch.seq_lens[n:] == 0).all()
         in_order = batch.seq_lens[batch.order].tolist()
         assert in_order == sorted(in_order, reverse=True)
@@ -231,7 +256,12 @@ def test_warm_up_compiles_all_kinds_of_steps(checkpoint, triton_runs, monkeypatc
 
 def test_decode_attention_gets_the_order():
     batch = AttentionBatch(
-        *[torch.zeros(3)] * 6, max_query_len=1, max_seq_len=9, order=torch.tensor([2, 0, 1])
+        torch.zeros(3),
+        (GroupTable(torch.zeros(3), torch.zeros(3)),),
+        *[torch.zeros(3)] * 3,
+        max_query_len=1,
+        max_seq_len=9,
+        order=torch.tensor([2, 0, 1]),
     )
     backend, received = TritonBackend.__new__(TritonBackend), {}
     backend._decode = lambda *tensors, **more: received.update(more)

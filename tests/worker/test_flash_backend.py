@@ -16,6 +16,7 @@ from toolkit.attention import (
     Attention,
     AttentionBatch,
     AttentionShape,
+    GroupTable,
     HeadTransform,
     choose_backend,
 )
@@ -114,11 +115,10 @@ def a_step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
     most = max(context for _, context in LENS)
     batch = AttentionBatch(
         positions=torch.empty(0),
-        slot_mapping=torch.empty(0),
+        tables=(GroupTable(torch.randperm(60).int().view(6, 10), torch.empty(0)),),
         query_start_loc=counts.cumsum(0).int(),
         seq_lens=torch.tensor([context for _, context in LENS], dtype=torch.int32),
         rows=torch.tensor([4, 0, 2, 5], dtype=torch.int32),
-        block_table=torch.randperm(60).int().view(6, 10),
         max_query_len=20,
         max_seq_len=most,
     )
@@ -198,8 +198,9 @@ def test_flash_attn_matches_the_reference(shape_options):
         pytest.skip(reason)
     q, k, v, batch = a_step()
     q, k, v = (x.to(device, torch.bfloat16) for x in (q, k, v))
-    for name in ("query_start_loc", "seq_lens", "rows", "block_table"):
+    for name in ("query_start_loc", "seq_lens", "rows"):
         setattr(batch, name, getattr(batch, name).to(device))
+    batch.tables = (GroupTable(*(one.to(device) for one in batch.tables[0])),)
     layer = layer_of(k, v, shape_options)
     actual, expected = (
         backend(device).attend(layer, q, batch) for backend in (FlashBackend, TorchBackend)

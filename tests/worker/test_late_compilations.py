@@ -22,6 +22,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 CONFIGS = {
     "qwen3": ("Qwen3", SIZES),
     "mistral": ("Mistral", SIZES | {"sliding_window": 100}),
+    "two groups": ("Gemma3", SIZES | {"sliding_window": 100, "sliding_window_pattern": 3}),
     "fp8 in blocks": ("Qwen3", SIZES | {"quantization_config": FP8}),
     "hybrid": (
         "Qwen3_5Moe",
@@ -58,6 +59,8 @@ CASES = {
     "fp8 in blocks": ("fp8 in blocks", {"dtype": "bfloat16"}),
     "eager, given blocks": ("qwen3", {"enforce_eager": True, "num_gpu_blocks_override": 4096}),
     "window, float16": ("mistral", {"dtype": "float16"}),
+    "two groups": ("two groups", {"dtype": "bfloat16"}),
+    "two groups, drafts": ("two groups", {"dtype": "bfloat16", **DRAFTS}),
     "drafts": ("qwen3", {"dtype": "bfloat16", **DRAFTS}),
     "drafts, eager": ("mistral", {"dtype": "bfloat16", "enforce_eager": True, **DRAFTS}),
     "draft model": ("qwen3", {"dtype": "bfloat16", "drafter": "draft_model"}),
@@ -92,7 +95,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_no_shape_of_a_step_compiles(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     worker = engines.worker(llm)
-    most = len(worker.runner.state.block_table) - 1
+    most = len(worker.runner.state.tables[0]) - 1
     longest = worker.info.max_model_len
     decode = [
         StepShape(n, n, 1, context)

@@ -15,6 +15,7 @@ from toolkit.config import CacheConfig
 from toolkit.errors import OutOfMemoryError
 from toolkit.hardware.memory import explain_out_of_memory
 from toolkit.models.build import build_model
+from toolkit.models.memory import MemoryLayout, TokenMemory
 from toolkit.worker.startup.memory_budget import require_one_request_fits, require_weights_fit
 
 PROGRAM = """
@@ -75,11 +76,14 @@ def test_out_of_memory_names_its_cause_after_a_failed_capture(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+LAYOUT = MemoryLayout.of([TokenMemory.of_keys(12, 64)] * 12, 16, 2, 2)
+
+
 @pytest.mark.parametrize(
     "refused",
     [
         lambda gpu: require_weights_fit(16 * 2**30, gpu, torch.bfloat16),
-        lambda gpu: require_one_request_fits(CacheConfig(), 0, 1024, 36864, gpu),
+        lambda gpu: require_one_request_fits(CacheConfig(), 0, 1024, LAYOUT, gpu),
     ],
     ids=["weights", "cache"],
 )

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -49,6 +49,13 @@ class StateRows:
         return self.reads, self.writes, self.keeps, self.kept
 
 
+class GroupTable(NamedTuple):
+    """Places of a step's tokens in the caches of a group of layers. On the device."""
+
+    blocks: torch.Tensor  # [num_rows, max_blocks] int32, each row contiguous
+    slots: torch.Tensor  # [num_tokens] int64, cache slot of each token; negative: none
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """A step's tokens and requests. Tokens are packed, request after request.
@@ -56,11 +63,10 @@ class AttentionBatch:
     Tensors are on the device and int32 unless noted."""
 
     positions: torch.Tensor  # [num_tokens]
-    slot_mapping: torch.Tensor  # [num_tokens] int64, cache slot of each token; negative: none
+    tables: tuple[GroupTable, ...]  # where the tokens of each group of layers are
     query_start_loc: torch.Tensor  # [num_reqs + 1]
     seq_lens: torch.Tensor  # [num_reqs], with this step's tokens
-    rows: torch.Tensor  # [num_reqs], each request's row in `block_table`
-    block_table: torch.Tensor  # [num_rows, max_blocks]
+    rows: torch.Tensor  # [num_reqs], each request's row in `tables`
     max_query_len: int  # an upper bound, like `max_seq_len`
     max_seq_len: int
     live: torch.Tensor | None = None
@@ -143,12 +149,14 @@ class AttentionLayer(Protocol):
     transform: HeadTransform
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    group: int  # index into `AttentionBatch.tables`
 
 
 class AttentionBackend(abc.ABC):
     """Writes keys and values into the cache and attends over it.
 
     Caches: [num_blocks, block_size, num_kv_heads, head_size], of the queries' type or FP8 (e4m3).
+    Blocks are contiguous, and may be apart: other layers' may lie between them.
     FP8 keys and values are rounded to nearest and clamped; products keep the queries' precision."""
 
     name: ClassVar[str]

@@ -33,7 +33,8 @@ class _Part:
 
 @dataclass(slots=True)
 class _Plan:
-    slots: torch.Tensor  # cache slots of the gathered tokens, int64
+    blocks: torch.Tensor  # of the gathered tokens in the cache, int64
+    places: torch.Tensor  # in these blocks
     parts: list[_Part]
 
 
@@ -43,7 +44,8 @@ class CPUBackend(AttentionBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._layers: dict[int, Layer] = {}  # by address of their keys
+        self._layers: dict[tuple[int, int], Layer] = {}
+        """By identity, and address of their keys: layers of two groups may have the same."""
 
     @classmethod
     def unsupported_reason(
@@ -55,14 +57,17 @@ class CPUBackend(AttentionBackend):
         self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
         arguments = layer.transform.arguments(batch)
-        kernels = self._layers.get(layer.k_cache.data_ptr())
-        if kernels is None and kernels_support(layer.k_cache):
-            kernels = self._layers[layer.k_cache.data_ptr()] = _kernels_of(layer)
+        key = id(layer), layer.k_cache.data_ptr()
+        kernels = self._layers.get(key)
+        if kernels is None and kernels_support(layer.k_cache.dtype, layer.shape.head_size):
+            kernels = self._layers[key] = _kernels_of(layer)
         if kernels is not None:
-            return kernels.write(qkv, _step(batch), arguments["cos_sin"], arguments["q_cos_sin"])
+            return kernels.write(
+                qkv, _step(layer, batch), arguments["cos_sin"], arguments["q_cos_sin"]
+            )
         return reference.qk_norm_rope_write(
             qkv.contiguous(),
-            batch.slot_mapping,
+            batch.tables[layer.group].slots,
             layer.k_cache,
             layer.v_cache,
             num_heads=layer.shape.num_heads,
@@ -73,17 +78,15 @@ class CPUBackend(AttentionBackend):
     def attend(
         self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        kernels = self._layers.get(layer.k_cache.data_ptr())
+        kernels = self._layers.get((id(layer), layer.k_cache.data_ptr()))
         if kernels is not None:
-            return kernels.attend(query, _step(batch))
-        return _gathered(query, layer.k_cache, layer.v_cache, batch, layer.shape)
+            return kernels.attend(query, _step(layer, batch))
+        return _gathered(query, layer, batch)
 
 
-def kernels_support(k_cache: torch.Tensor) -> bool:
-    """Return True if the kernels attend over these keys.
-
-    k_cache: [..., head_size]."""
-    return cpu.available() and k_cache.dtype in DTYPES and k_cache.shape[-1] <= MAX_HEAD_SIZE
+def kernels_support(dtype: torch.dtype, head_size: int) -> bool:
+    """Return True if the kernels attend over keys in this type."""
+    return cpu.available() and dtype in DTYPES and head_size <= MAX_HEAD_SIZE
 
 
 def _kernels_of(layer: AttentionLayer) -> Layer:
@@ -101,35 +104,32 @@ def _kernels_of(layer: AttentionLayer) -> Layer:
     )
 
 
-def _step(batch: AttentionBatch) -> AttentionStep:
-    """Return the kernels' view of a step, the same for all layers."""
-    step: AttentionStep | None = batch.plan.get("step")
+def _step(layer: AttentionLayer, batch: AttentionBatch) -> AttentionStep:
+    """Return the kernels' view of a step, the same for all layers of a group."""
+    key = "step", layer.group
+    step: AttentionStep | None = batch.plan.get(key)
     if step is None:
-        step = batch.plan["step"] = AttentionStep(
-            batch.slot_mapping,
+        step = batch.plan[key] = AttentionStep(
+            batch.tables[layer.group].slots,
             batch.query_start_loc,
             batch.seq_lens,
             batch.rows,
-            batch.block_table,
+            batch.tables[layer.group].blocks,
             batch.last_key,
         )
     return step
 
 
-def _gathered(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: AttentionBatch,
-    shape: AttentionShape,
-) -> torch.Tensor:
-    plan = batch.plan.get(shape.sliding_window)
+def _gathered(query: torch.Tensor, layer: AttentionLayer, batch: AttentionBatch) -> torch.Tensor:
+    shape, block_size = layer.shape, layer.k_cache.shape[1]
+    key = layer.group, shape.sliding_window
+    plan = batch.plan.get(key)
     if plan is None:
-        plan = batch.plan[shape.sliding_window] = _plan(
-            batch, k_cache.shape[1], shape.sliding_window
-        )
-    keys = k_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
-    values = v_cache.flatten(0, 1).index_select(0, plan.slots).to(query.dtype)
+        table = batch.tables[layer.group].blocks
+        plan = batch.plan[key] = _plan(batch, table, block_size, shape.sliding_window)
+    keys, values = (
+        cache[plan.blocks, plan.places].to(query.dtype) for cache in (layer.k_cache, layer.v_cache)
+    )
     out = torch.empty(query.shape, dtype=query.dtype)
     group = shape.num_heads // shape.num_kv_heads
     for part in plan.parts:
@@ -184,19 +184,17 @@ def _plain(
     return out
 
 
-def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
-    table, rows = batch.block_table.numpy(), batch.rows.tolist()
-    slots, parts = [], []
+def _plan(batch: AttentionBatch, blocks: torch.Tensor, block_size: int, window: int) -> _Plan:
+    table, rows = blocks.numpy(), batch.rows.tolist()
+    gathered, places, parts = [], [], []
     query_start = key_start = 0
     for row, query_len, context_len in zip(
         rows, batch.query_start_loc.diff().tolist(), batch.seq_lens.tolist(), strict=True
     ):
         first_key = max(0, context_len - query_len - window + 1) if window else 0
         positions = np.arange(first_key, context_len)
-        slots.append(
-            table[row, positions // block_size].astype(np.int64) * block_size
-            + positions % block_size
-        )
+        gathered.append(table[row, positions // block_size].astype(np.int64))
+        places.append(positions % block_size)
         key_len = context_len - first_key
         queries = slice(query_start, query_start + query_len)
         last_key = None if batch.last_key is None else batch.last_key[queries] - first_key
@@ -214,7 +212,8 @@ def _plan(batch: AttentionBatch, block_size: int, window: int) -> _Plan:
         )
         query_start += query_len
         key_start += key_len
-    return _Plan(torch.from_numpy(np.concatenate(slots)), parts)
+    own_blocks, own_places = (torch.from_numpy(np.concatenate(one)) for one in (gathered, places))
+    return _Plan(own_blocks, own_places, parts)
 
 
 def _mask(query_len: int, key_len: int, window: int, last_key: torch.Tensor | None) -> torch.Tensor:

@@ -80,7 +80,7 @@ class FlashBackend(TritonBackend):
             "cu_seqlens_q": batch.query_start_loc,
         }
         caches = layer.k_cache, layer.v_cache
-        table = self._table(batch, layer.k_cache.shape[1])
+        table = self._table(layer, batch)
         if self._cute:
             both = self._flash(
                 query, *caches, seqused_k=batch.seq_lens, page_table=table, **options
@@ -95,12 +95,14 @@ class FlashBackend(TritonBackend):
     def _no_window(self) -> tuple[int | None, int | None]:
         return (None, None) if self._cute else (-1, -1)
 
-    def _table(self, batch: AttentionBatch, block_size: int) -> torch.Tensor:
-        """Return block tables [num_reqs, max_blocks] int32, gathered once for all layers."""
-        table: torch.Tensor | None = batch.plan.get("flash table")
+    def _table(self, layer: AttentionLayer, batch: AttentionBatch) -> torch.Tensor:
+        """Return block tables [num_reqs, max_blocks] int32, gathered once for layers of a group."""
+        key, block_size = ("flash table", layer.group), layer.k_cache.shape[1]
+        table: torch.Tensor | None = batch.plan.get(key)
         if table is None:
-            table = batch.block_table[:, : -(-batch.max_seq_len // block_size)][batch.rows]
-            batch.plan["flash table"] = table
+            most = -(-batch.max_seq_len // block_size)
+            table = batch.tables[layer.group].blocks[:, :most][batch.rows]
+            batch.plan[key] = table
         return table
 
     def _ends(self, batch: AttentionBatch) -> torch.Tensor:

@@ -17,6 +17,7 @@ class Attention(nn.Module):
     backend: AttentionBackend
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    group: int = 0  # index into `AttentionBatch.tables`
 
     def __init__(self, shape: AttentionShape, transform: HeadTransform) -> None:
         super().__init__()

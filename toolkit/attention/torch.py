@@ -20,7 +20,7 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         return reference.qk_norm_rope_write(
             qkv,
-            batch.slot_mapping,
+            batch.tables[layer.group].slots,
             layer.k_cache,
             layer.v_cache,
             num_heads=layer.shape.num_heads,
@@ -37,7 +37,7 @@ class TorchBackend(AttentionBackend):
             layer.v_cache,
             batch.query_start_loc,
             batch.seq_lens,
-            batch.block_table[batch.rows],
+            batch.tables[layer.group].blocks[batch.rows],
             scale=layer.shape.scale,
             sliding_window=layer.shape.sliding_window,
             soft_cap=layer.shape.soft_cap,

@@ -189,7 +189,7 @@ class AsyncLLM:
         self.replicas[core.index].connect()
         if self._router is not None and core.info is not None:
             info = core.info
-            capacity, has_states = info.num_blocks * info.block_size, info.num_state_slots > 0
+            capacity, has_states = info.cache_tokens, info.num_state_slots > 0
             self._router.connect(core.index, capacity, has_states=has_states)
         self.info = smallest_core(self.cores.infos)
         self._inputs.info = self.info

@@ -70,6 +70,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             num_blocks=info.num_blocks,
             block_size=info.block_size,
+            groups=info.groups,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,

@@ -44,7 +44,7 @@ def describe(requests: Iterable[Request], now: float) -> list[RequestInfo]:
         info.num_output_tokens += num_output
         if request.first_run_at:
             info.tokens_per_second += num_output / max(now - request.first_run_at, 1e-3)
-        info.num_blocks += len(request.blocks)
+        info.num_blocks += request.num_blocks
         info.num_preemptions += request.num_preemptions
     return list(found.values())
 

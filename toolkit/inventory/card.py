@@ -5,6 +5,7 @@ from collections import Counter
 from importlib import import_module
 from typing import Any
 
+from toolkit.cache_group import CacheGroup
 from toolkit.config import EngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.files import parse_json, read_text
@@ -217,8 +218,19 @@ def _shape(checkpoint: Checkpoint) -> list[tuple[str, str]]:
             "shape",
             f"{config.num_hidden_layers} layers, hidden size {config.hidden_size:,}, "
             f"{heads} heads{of}{kv}, vocabulary of {config.vocab_size:,}",
-        )
+        ),
+        *_windows(checkpoint),
     ]
+
+
+def _windows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Say which tokens layers keep, if some keep only those near the newest."""
+    memory = (one for one in checkpoint.description.memory if isinstance(one, TokenMemory))
+    counts = Counter(CacheGroup(one.window) for one in memory)
+    if not any(group.frees for group in counts):
+        return []
+    parts = (f"{count} layers keep {group.kept}" for group, count in counts.most_common())
+    return [("KV cache", ", ".join(parts))]
 
 
 def _tool_support(template: str) -> str:

@@ -136,8 +136,19 @@ def as_fields(name: str, result: Estimate) -> dict[str, Any]:
         "state_bytes": result.states[2],
         "num_state_snapshots": result.states[1],
         "cache_bytes": result.cache,
-        "outside_windows_bytes": int(result.outside_windows * result.cache),
-        "token_bytes": result.block_bytes / result.block_size,
+        "groups": [
+            {
+                "window": group.window,
+                "chunk": group.chunk,
+                "page_tokens": group.blocks_per_page * result.block_size,
+                "padding": result.layout.padding(g),
+            }
+            for g, group in enumerate(result.layout.groups)
+        ],
+        "page_bytes": result.block_bytes,
+        "sequence_bytes": result.sequence_bytes[0],
+        "sequence_peak_bytes": result.sequence_bytes[1],
+        "token_bytes": result.cache / result.num_tokens if result.num_tokens else 0.0,
         "max_model_len": result.max_model_len,
         "largest_max_model_len": result.largest_context,
         "num_sequences": result.num_sequences,
@@ -166,17 +177,16 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         return facts
     if not result.has_cache:
         return [*facts, ("context", f"{result.max_model_len:,} tokens; an encoder has no KV cache")]
-    per_token = f"{size(result.block_bytes / result.block_size)} each"
-    facts += [("KV cache", f"{size(result.cache)}: {result.num_tokens:,} tokens, {per_token}")]
+    per_token = f"{size(result.cache / result.num_tokens)} each"
+    about = "about " if result.is_approximate else ""
+    text = f"{about}{size(result.cache)}: {about}{result.num_tokens:,} tokens, {per_token}"
+    facts += [("KV cache", text)]
     requests, snapshots, state_bytes = result.states
     if state_bytes:
         text = f"{size(state_bytes)} each: {requests} of requests (--max-num-seqs), {snapshots}"
         facts += [("states", f"{text} after prompts (--state-cache-gib)")]
-    windows = []
-    if result.outside_windows:
-        idle = size(result.outside_windows * result.cache)
-        text = f"{idle} of the KV cache ({result.outside_windows:.0%}) is outside them"
-        windows = [("windows", f"{text}, with sequences of {result.max_model_len:,} tokens")]
+    frees = any(group.frees for group in result.layout.groups)
+    windows = [("windows", _windows(result))] if frees else []
     sequences = f": {result.num_sequences:.1f} sequences of that length" if result.fits else ""
     return [
         *facts,
@@ -188,3 +198,19 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
             f"{result.max_positions:,}",
         ),
     ]
+
+
+def _windows(result: Estimate) -> str:
+    """Return what layers keep that free tokens, and what a sequence takes."""
+    layout = result.layout
+    parts = []
+    for g, group in enumerate(layout.groups):
+        num_layers = sum(layout.group_of(one) == g for one in layout.of_tokens)
+        padding = f", {layout.padding(g):.1%} of them unused" if len(layout.groups) > 1 else ""
+        pages = f"pages of {group.blocks_per_page * result.block_size} tokens{padding}"
+        parts.append(f"{num_layers} layers keep {group.kept} ({pages})")
+    decode, most = map(size, result.sequence_bytes)
+    return (
+        f"{'; '.join(parts)}; {result.max_model_len:,} tokens take {decode}, and up to {most} "
+        f"during a prompt (--max-num-batched-tokens)"
+    )

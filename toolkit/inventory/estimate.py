@@ -6,22 +6,24 @@ files (of a model on the hub by range requests), the cache from config.json, fre
 or the system. Tests compare the results with a worker's `WorkerInfo`."""
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from toolkit import hub
+from toolkit.cache_group import most_step
 from toolkit.config import CacheConfig, EngineConfig
 from toolkit.config.engine import LoRAConfig, ParallelConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hardware.devices import Device, find_device
 from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
-from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory
+from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory, step_tokens
 from toolkit.inventory.tower_memory import tower_memory
 from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.config.model_config import name_weights, resolve_dtype
-from toolkit.models.describe import Decoder, Parameter, memory_of
+from toolkit.models.describe import Decoder, External, Parameter, memory_of
 from toolkit.models.memory import Memory, MemoryLayout
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import size
@@ -59,8 +61,8 @@ class Estimate:
     bytes_per_position: float
     """Memory that each token of --max-model-len takes from the cache, for the rows' tables."""
     cache_settings: CacheConfig
-    num_blocks: int
-    block_bytes: int
+    num_blocks: int  # pages, if layers are in several groups
+    layout: MemoryLayout
     max_model_len: int
     max_positions: int
     has_cache: bool
@@ -68,9 +70,8 @@ class Estimate:
     drafter: int = 0  # bytes of its weights, which `weights` contains
     tower: int = 0  # bytes of its weights, which `weights` contains
     pictures: int = 0  # bytes for encoded pictures
+    is_approximate: bool = False  # the cache: what layers keep is found out when they are built
     states: tuple[int, int, int] = (0, 0, 0)  # of requests, snapshots, and bytes of each
-    outside_windows: float
-    """Part of the cache of a full-length sequence, in all layers, that no attention reads."""
 
     @property
     def weights_fit(self) -> bool:
@@ -86,13 +87,24 @@ class Estimate:
         return self.cache_settings.block_size
 
     @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    @property
     def cache(self) -> int:
         return self.num_blocks * self.block_bytes
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the KV cache."""
-        return self.num_blocks * self.block_size
+        """Tokens in the KV cache, in sequences of full length that decode."""
+        return self.layout.num_tokens(self.num_blocks, self.max_model_len)
+
+    @property
+    def sequence_bytes(self) -> tuple[int, int]:
+        """Bytes of the cache that a sequence of full length takes: in decoding, and at most."""
+        layout, length = self.layout, self.max_model_len
+        pages = layout.pages_in_decode(length), layout.pages_of(length)
+        return pages[0] * self.block_bytes, pages[1] * self.block_bytes
 
     @property
     def largest_context(self) -> int:
@@ -101,11 +113,16 @@ class Estimate:
             return 0
         if not self.has_cache:
             return self.max_positions
-        longest = self.num_tokens
+        longest = self.layout.longest(self.num_blocks)
         if longest > self.max_model_len and self.bytes_per_position:
             room = self.cache + self.max_model_len * self.bytes_per_position
-            longest = int(room / (self.block_bytes / self.block_size + self.bytes_per_position))
+            longest = bisect_left(range(longest), True, key=lambda n: self._taken(n + 1) > room)
         return min(self.max_positions or longest, longest)
+
+    def _taken(self, length: int) -> float:
+        """Return the bytes that one sequence of a length takes, with the rows' tables for it."""
+        cache = self.layout.pages_of(length) * self.block_bytes
+        return cache + length * self.bytes_per_position
 
     @property
     def num_sequences(self) -> float:
@@ -132,7 +149,7 @@ class Estimate:
         too_small = cache_problem(
             self.cache_settings,
             num_blocks=self.num_blocks,
-            block_bytes=self.block_bytes,
+            layout=self.layout,
             max_model_len=self.max_model_len,
             on_gpu=self.device.kind == "cuda",
         )
@@ -161,7 +178,7 @@ def estimate(
         ranks = engine.parallel.num_local_devices
         device = dataclasses.replace(device, total=device.total // ranks, free=device.free // ranks)
     dtype = resolve_dtype(engine.model.dtype, checkpoint.config, on_gpu=device.kind != "cpu")
-    max_model_len = _max_model_len(checkpoint, engine)
+    on_gpu = device.kind == "cuda"
     stages = _stages(checkpoint, engine, dtype, device)
     cache_type = dtype if engine.cache.kv_cache_dtype == "auto" else engine.cache.kv_cache_dtype
     layout = partial(
@@ -174,49 +191,59 @@ def estimate(
         num_ranks=engine.parallel.tensor_parallel_size,
     )
     has_cache = bool(described.memory)
+    drafts: Sequence[Memory] = drafting.memory if drafting is not None and has_cache else ()
+    max_model_len = _max_model_len(checkpoint, engine)
+    whole = layout(described.memory, drafter=drafts).with_groups(
+        max_model_len,
+        most_step(
+            step_tokens(engine, on_gpu=on_gpu),
+            engine.speculation.most_drafts,
+            engine.parallel.pipeline_parallel_size,
+        ),
+    )
+    max_model_len = _limit_to_blocks(max_model_len, engine, whole)
     steps = StepMemory(
         checkpoint.config,
         engine,
         TYPE_BYTES[dtype],
-        on_gpu=device.kind == "cuda",
+        on_gpu=on_gpu,
         max_model_len=max_model_len,
         num_layers=max(len(memory) for _, memory in stages),
+        num_groups=len(whole.groups),
         drafting=drafting,
     )
-    tower = tower_memory(
-        checkpoint, engine, TYPE_BYTES[dtype], max_model_len, on_gpu=device.kind == "cuda"
-    )
+    tower = tower_memory(checkpoint, engine, TYPE_BYTES[dtype], max_model_len, on_gpu=on_gpu)
     step, table = steps.total, 0
     if tower is not None:
         first_weights, first_memory = stages[0]
         stages[0] = first_weights + tower.weights, first_memory
         step, table = step + tower.step, tower.table
     drafter_weights = drafts_spare = 0
-    drafts: Sequence[Memory] = ()
     if drafting is not None and has_cache:
         plain = dataclasses.replace(engine, lora=LoRAConfig())
         nbytes = _tensor_bytes(drafting.packings, drafting.is_tied, plain, dtype, device)
-        drafter_weights, drafts = sum(map(nbytes, drafting.parameters)), drafting.memory
+        drafter_weights = sum(map(nbytes, drafting.parameters))
         # As `worker.startup.drafters` has them, for the positions of drafts.
         per_row = -(-drafting.most // engine.cache.block_size)
-        drafts_spare = (engine.scheduler.max_num_seqs + 1) * per_row * layout(drafts).block_bytes
+        blocks = (engine.scheduler.max_num_seqs + 1) * per_row
+        spare_pages = -(-blocks // whole.groups[0].blocks_per_page)
+        drafts_spare = spare_pages * whole.drafts.block_bytes
         stages = [(weights + drafter_weights, memory) for weights, memory in stages]
 
     def parts_of(weights: int, memory: Sequence[Memory]) -> CacheCounts:
         if not has_cache:
             return CacheCounts(0, 0, 0, 0, 0)
-        own = layout(memory, drafter=drafts)
+        own = layout(memory, drafter=drafts).with_groups_of(whole)
         return _count_parts(engine, device, weights, step, drafts_spare + table, own, max_model_len)
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
-    on_gpu = device.kind == "cuda"
     least = step if on_gpu else CPU_RUNTIME
     weights, memory = min(
         stages, key=lambda stage: (stage[0] + least <= device.free, parts_of(*stage)[0], -stage[0])
     )
     counts = parts_of(weights, memory)
     num_blocks, num_host_blocks, num_requests, num_snapshots, num_host_slots = counts
-    own = layout(memory, drafter=drafts)
+    own = layout(memory, drafter=drafts).with_groups_of(whole)
     block_bytes = own.block_bytes
     return Estimate(
         device=device,
@@ -231,7 +258,7 @@ def estimate(
         bytes_per_position=steps.bytes_per_position if _is_measured(engine, device) else 0.0,
         cache_settings=engine.cache,
         num_blocks=num_blocks,
-        block_bytes=block_bytes,
+        layout=own,
         max_model_len=max_model_len,
         max_positions=checkpoint.longest,
         has_cache=has_cache,
@@ -249,8 +276,8 @@ def estimate(
         drafter=drafter_weights,
         tower=0 if tower is None else tower.weights,
         pictures=table,
+        is_approximate=isinstance(described, External) and has_cache,
         states=(num_requests, num_snapshots, own.row_bytes),
-        outside_windows=layout(described.memory).outside_windows(max_model_len),
     )
 
 
@@ -364,10 +391,17 @@ def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     length = wanted or checkpoint.context
     if length is None:
         raise CheckpointError(f"{checkpoint.name}: config.json has no maximum sequence length.")
+    return length
+
+
+def _limit_to_blocks(length: int, engine: EngineConfig, layout: MemoryLayout) -> int:
+    """Return the longest sequence if the number of blocks is given, else `length`.
+
+    As `worker.startup.cache_sizing` does."""
     blocks = engine.cache.num_gpu_blocks_override
-    if blocks is None or wanted is not None or not checkpoint.description.memory:
+    if blocks is None or engine.model.max_model_len is not None or not layout.layers:
         return length
-    return min(length, blocks * engine.cache.block_size)  # as `worker.startup.cache_sizing` does
+    return min(length, layout.longest(blocks))
 
 
 def _is_measured(engine: EngineConfig, device: Device) -> bool:

@@ -36,6 +36,11 @@ class Drafting:
     is_tied: bool = False
 
 
+def step_tokens(engine: EngineConfig, *, on_gpu: bool) -> int:
+    """Return the most tokens of one step."""
+    return engine.scheduler.max_num_batched_tokens or (8192 if on_gpu else 2048)
+
+
 @dataclass(frozen=True, slots=True)
 class StepMemory:
     """Bytes that steps of an engine take on one device."""
@@ -46,6 +51,7 @@ class StepMemory:
     on_gpu: bool
     max_model_len: int
     num_layers: int  # with a KV cache
+    num_groups: int = 1  # of these layers, which have a block table each
     drafting: Drafting | None = None
 
     @property
@@ -53,7 +59,7 @@ class StepMemory:
         """Bytes of the largest step, of what is kept between steps, and of the process."""
         process = CUDA_RUNTIME if self.on_gpu else CPU_RUNTIME
         most = self.engine.scheduler.max_num_seqs * self.max_model_len
-        largest = self._activations(min(self._num_tokens, most)) + self._logits
+        largest = self._activations(min(self.num_tokens, most)) + self._logits
         return largest + self.rows + self.hidden_states + self._graphs + process
 
     @property
@@ -63,7 +69,9 @@ class StepMemory:
             return 0
         num_rows = self.engine.scheduler.max_num_seqs + 1  # one for padding
         block_size = self.engine.cache.block_size
-        return table_bytes(num_rows, self.max_model_len, block_size, self._num_token_tables)
+        return table_bytes(
+            num_rows, self.max_model_len, block_size, self._num_token_tables, self.num_groups
+        )
 
     @property
     def bytes_per_position(self) -> float:
@@ -77,14 +85,14 @@ class StepMemory:
         return 1 + (self.on_gpu and wanted is not None and wanted.method == "ngram")
 
     @property
-    def _num_tokens(self) -> int:
-        return self.engine.scheduler.max_num_batched_tokens or (8192 if self.on_gpu else 2048)
+    def num_tokens(self) -> int:
+        return step_tokens(self.engine, on_gpu=self.on_gpu)
 
     @property
     def _policy(self) -> GraphPolicy:
         return GraphPolicy(
             self.engine.scheduler.max_num_seqs,
-            self._num_tokens,
+            self.num_tokens,
             self.max_model_len,
             captures=self.on_gpu and bool(self.num_layers) and not self.engine.device.enforce_eager,
             adapts=self.engine.lora.is_enabled,
@@ -114,7 +122,7 @@ class StepMemory:
         drafting = self.drafting
         if drafting is None:
             return 0
-        read = self._num_tokens * drafting.num_states * int(self.config.hidden_size)
+        read = self.num_tokens * drafting.num_states * int(self.config.hidden_size)
         own = drafting.hidden_size * (2 if drafting.num_states else 1)
         return self.type_bytes * (read + self.engine.scheduler.max_num_seqs * own)
 

@@ -52,7 +52,7 @@ class Replay:
     def __call__(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         if not self._is_decode(x, batch):
             return layers(x, batch)
-        key = len(x), batch.block_table.data_ptr(), batch.is_adapted
+        key = len(x), batch.tables[0].blocks.data_ptr(), batch.is_adapted
         if key not in self._recorded:
             self._recorded[key] = self._record(layers, x, batch)
         recorded = self._recorded[key]
@@ -78,9 +78,8 @@ class Replay:
 
     def _record(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> _Recorded | None:
         own_x = x.clone()
-        positions, slot_mapping, seq_lens, rows, *others = (
-            tensor.clone() for tensor in _inputs(batch)
-        )
+        positions, seq_lens, rows, *others = (tensor.clone() for tensor in _inputs(batch))
+        tables = tuple(one._replace(slots=others.pop(0)) for one in batch.tables)
         states = None
         if batch.states is not None:
             # The recorded calls run now, and again: no request's state may change twice.
@@ -90,11 +89,10 @@ class Replay:
             keeps.fill_(-1)
         own = AttentionBatch(
             positions=positions,
-            slot_mapping=slot_mapping,
+            tables=tables,
             query_start_loc=batch.query_start_loc.clone(),
             seq_lens=seq_lens,
             rows=rows,
-            block_table=batch.block_table,
             max_query_len=1,
             max_seq_len=batch.max_seq_len,
             states=states,
@@ -109,4 +107,5 @@ class Replay:
 
 def _inputs(batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
     of_states = () if batch.states is None else batch.states.tensors
-    return batch.positions, batch.slot_mapping, batch.seq_lens, batch.rows, *of_states, *batch.rope
+    slots = (one.slots for one in batch.tables)
+    return batch.positions, batch.seq_lens, batch.rows, *slots, *of_states, *batch.rope

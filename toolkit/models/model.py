@@ -28,6 +28,7 @@ class Keeper(abc.ABC):
 
     memory: Memory  # on this rank
     backend: AttentionBackend  # of a memory of tokens; set before the first step
+    group: int = 0  # of its memory of tokens, in the step's tables
 
     @abc.abstractmethod
     def bind(self, *tensors: torch.Tensor) -> None:

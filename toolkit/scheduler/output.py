@@ -47,7 +47,7 @@ class NewRow:
     seed: int
     output_token_ids: list[int]
     num_computed_tokens: int
-    blocks: list[int]
+    blocks: list[list[int]]  # pages by group, as `Request.blocks`
     adapter: int = 0  # slot of its LoRA adapter; 0: none
 
     @property
@@ -82,7 +82,8 @@ class SchedulerOutput:
     flight are not accepted."""
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
-    """[num_new, 3]: row, index in its block table, block. For rows that had blocks before."""
+    """[num_new, 3]: row, column of its block table (`cache_group.first_columns`), page. For rows
+    that had pages before."""
     state_reads: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """State slot that each request reads (`scheduler.states`). Empty: the model has no states."""
     state_writes: IntArray = field(default_factory=lambda: np.empty(0, np.int32))

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.scheduler.blocks.block_tables import BlockTables
+from toolkit.scheduler.blocks.block_tables import BlockTables, Cached
 from toolkit.scheduler.needs import Needs, uncut
 from toolkit.scheduler.output import IntArray, NewRow, SchedulerOutput
 from toolkit.scheduler.queue import RequestQueue, Suspects
@@ -194,17 +194,16 @@ class Planner:
     ) -> bool:
         """Give blocks to requests that grow to `end` tokens. Return False if there are too few."""
         which = np.flatnonzero(grows)
-        rows = batch.rows.take(which)
-        block_size, capacity = self._blocks.block_size, self._rows.capacity.take(rows)
-        counts = -(-(end.take(which) - capacity) // block_size)
-        blocks = self._blocks.pool.allocate(int(counts.sum()))
-        if blocks is None:
+        growing = [batch.requests[index] for index in which.tolist()]
+        needs = []
+        for request, most in zip(growing, end.take(which).tolist(), strict=True):
+            self._blocks.trim(request, request.num_computed_tokens)
+            needs.append(self._blocks.missing(request, most))
+        pages = self._blocks.pool.allocate(sum(map(sum, needs)))
+        if pages is None:
             return False
-        self._rows.capacity[rows] = capacity + counts * block_size
-        at = 0
-        for index, row, count in zip(which.tolist(), rows.tolist(), counts.tolist(), strict=True):
-            self._grow(batch.requests[index], row, blocks[at : at + count], step)
-            at += count
+        for request, counts in zip(growing, needs, strict=True):
+            pages = self._grow(request, counts, pages, step)
         return True
 
     def schedule_one_by_one(self, step: StepBuilder, allotted: Allotment) -> None:
@@ -233,15 +232,19 @@ class Planner:
         """Give the request blocks for its next tokens, preempting from the highest rank down.
 
         Return False if the request itself was preempted."""
-        blocks = self._blocks
+        blocks, computed = self._blocks, request.num_computed_tokens
+        for_followers = request.num_followers > 0
         while True:
-            need = blocks.num_for(request.num_computed_tokens + num_tokens) - len(request.blocks)
-            new = blocks.pool.allocate(max(0, need))
-            if new is not None:
-                if new:
-                    self._grow(request, request.row, new, step)
-                    self._rows.capacity[request.row] += len(new) * blocks.block_size
+            blocks.trim(request, computed, for_followers=for_followers)
+            counts = blocks.missing(request, computed + num_tokens)
+            pages = blocks.pool.allocate(sum(counts))
+            if pages is not None:
+                if pages:
+                    self._grow(request, counts, pages, step)
                 return True
+            if for_followers:
+                for_followers = False  # its siblings begin with less than they could
+                continue
             victim = self._running.requests[-1]
             self._running.preempt(victim, step)
             step.preempted = True
@@ -268,17 +271,24 @@ class Planner:
     ) -> int:
         """Return how many of the drafts get blocks that are free: they preempt no request."""
         end, blocks = request.num_computed_tokens + num_tokens, self._blocks
-        room = (len(request.blocks) + blocks.pool.num_free) * blocks.block_size - end
-        drafts = min(drafts, room)
+        while drafts and sum(blocks.missing(request, end + drafts)) > blocks.pool.num_free:
+            drafts -= 1
         return drafts if self._make_room(request, num_tokens + drafts, step) else 0
 
-    def _grow(self, request: Request, row: int, blocks: list[int], step: StepBuilder) -> None:
-        held = request.blocks
-        for block in blocks:
-            step.new_blocks += (row, len(held), block)
-            held.append(block)
-        if len(held) % self._rows.flush_every == 0:
+    def _grow(
+        self, request: Request, counts: list[int], pages: list[int], step: StepBuilder
+    ) -> list[int]:
+        """Give a request the first of these pages, `counts` by group. Return the others."""
+        row, at = request.row, 0
+        for g, count in enumerate(counts):
+            for column, page in self._blocks.add(request, g, pages[at : at + count]):
+                step.new_blocks += (row, column, page)
+            at += count
+        before, capacity = self._rows.capacity.item(row), self._blocks.capacity(request)
+        self._rows.capacity[row] = capacity
+        if before // self._rows.flush_every < capacity // self._rows.flush_every:
             request.flush_tail()
+        return pages[at:]
 
     # ---- waiting requests
 
@@ -318,8 +328,8 @@ class Planner:
             return True
         if leader.wants_prompt_logprobs:  # they are reported before the siblings begin
             return False
-        block_size = self._blocks.block_size
-        shared = (leader.num_prompt_tokens - 1) // block_size * block_size
+        grain = self._blocks.grain
+        shared = (leader.num_prompt_tokens - 1) // grain * grain
         return leader.num_computed_tokens >= shared
 
     def _admit(self, request: Request, step: StepBuilder) -> bool | None:
@@ -328,13 +338,11 @@ class Planner:
         Return False, with nothing changed, if there are too few blocks; None if it begins with a
         feature that is not computed yet."""
         is_swapped = request.status is RequestStatus.SWAPPED
-        cached = [] if is_swapped else self._blocks.find_cached(request)
+        cached = self._blocks.nothing() if is_swapped else self._blocks.find_cached(request)
         snapshot = None
         if self._states is not None and not is_swapped:
             snapshot, cached = self._states.begin_with(request, cached)
-        num_computed = (
-            request.num_computed_tokens if is_swapped else len(cached) * self._blocks.block_size
-        )
+        num_computed = request.num_computed_tokens if is_swapped else cached.length
         num_tokens = request.num_tokens - num_computed
         if request.branch > num_computed:
             num_tokens = request.branch - num_computed
@@ -349,7 +357,7 @@ class Planner:
             num_tokens = self._needs.reach(request, num_computed, num_tokens, step.loads)
             if not num_tokens:
                 return None
-        read = self._begin(request, cached, num_computed + num_tokens, snapshot)
+        read = self._begin(request, cached, num_computed, num_tokens, snapshot)
         if read is None:
             return False
         if is_swapped:
@@ -368,20 +376,25 @@ class Planner:
         return True
 
     def _begin(
-        self, request: Request, cached: list[int], num_tokens: int, snapshot: Snapshot | None
+        self,
+        request: Request,
+        cached: Cached,
+        num_computed: int,
+        num_tokens: int,
+        snapshot: Snapshot | None,
     ) -> int | None:
         """Give a request its first blocks, and a state slot. Return the slot that it reads first.
 
         None, with nothing changed: there are too few."""
-        if not self._blocks.begin(request, cached, num_tokens):
+        if not self._blocks.begin(request, cached, num_computed, num_computed + num_tokens):
             return None
-        if self._states is None:
-            return NO_SLOT
-        read = self._states.enter(request, snapshot)
+        read: int | None = NO_SLOT
+        if self._states is not None:
+            read = self._states.enter(request, snapshot)
         if read is None:
             self._blocks.release(request)
         else:
-            self._states.unfollow(request)
+            request.unfollow()
         return read
 
     def _keep_states(self, part: BatchPart, end: IntArray, step: StepBuilder) -> None:
@@ -419,7 +432,7 @@ class Planner:
             seed=request.seed,
             output_token_ids=list(request.output_token_ids),
             num_computed_tokens=request.num_computed_tokens,
-            blocks=list(request.blocks),
+            blocks=[list(table) for table in request.blocks],
             adapter=slot,
         )
 

@@ -20,6 +20,7 @@ were accepted and rejected."""
 NUM_COUNTS = 5
 MAX_DRAFTS = 2**31 - 1
 NO_SLOT = -1
+HOLE = -1  # in a table, for tokens that nothing reads any more
 
 
 class RequestStatus(enum.Enum):
@@ -67,14 +68,19 @@ class Request:
     row: int = -1
     state_slot: int = NO_SLOT  # of its state; see `states.StateSlots`
     host_slot: int = NO_SLOT  # of its state while it is swapped
-    num_followers: int = 0  # siblings that may begin with a snapshot of its state
+    num_followers: int = 0  # siblings that may begin with its prompt
     branch: int = 0  # tokens after which other prompts part from its own; 0: none is known
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
-    blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """Pages of the KV cache by group of layers (`CacheGroup`), in order. Empty: it has none."""
+    host_blocks: list[list[int]] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
-    num_registered_blocks: int = 0
+    num_registered: list[int] = field(default_factory=list)
+    """Pages in the prefix cache, by group; `num_trimmed`: pages that may have been freed."""
+    num_trimmed: list[int] = field(default_factory=list)
+    anchors: tuple[int, ...] = ()
+    """Tokens after which other requests may begin: the end of its prompt first."""
     name: str = ""  # request id in the front end, shared by siblings
     origin: str = ""  # address of the HTTP client
     arrived_at: float = 0.0  # seconds on the machine's monotonic clock, like `first_run_at`
@@ -196,6 +202,22 @@ class Request:
             self.params.prompt_logprobs is not None
             and self.num_prompt_logprobs < self.num_prompt_tokens - 1
         )
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of pages that it holds."""
+        return sum(len(table) - table.count(HOLE) for table in self.blocks)
+
+    def follow(self) -> None:
+        """Count a sibling that waits for its leader."""
+        if self.leader is not None:
+            self.leader.num_followers += 1
+
+    def unfollow(self) -> None:
+        """Stop counting a sibling, which has begun or ended."""
+        leader, self.leader = self.leader, None
+        if leader is not None:
+            leader.num_followers -= 1
 
     def resume(self, output_token_ids: list[int]) -> None:
         """Set the output tokens that it already has, before it is added."""

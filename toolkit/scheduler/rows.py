@@ -60,17 +60,16 @@ class Rows:
         self.numbers = np.zeros(num_rows, np.int64)
         self.stops = np.full((num_rows, 0), NO_TOKEN, np.int32)
         """Tokens that end the request, padded to the longest list."""
-        self._block_size = block_size
-        self.flush_every = max(2, -(-LEAST_TAIL // (2 * block_size)))
-        """Blocks after which a growing request flushes its tail: when half of it is full."""
-        self.width = 2 * self.flush_every * block_size
+        self.flush_every = block_size * max(2, -(-LEAST_TAIL // (2 * block_size)))
+        """Tokens after which a growing request flushes its tail: when half of it is full."""
+        self.width = 2 * self.flush_every
         self.tails = np.zeros((num_rows, self.width), np.int32)
 
-    def place(self, request: Request, step: int) -> None:
+    def place(self, request: Request, step: int, capacity: int) -> None:
         """Give a free row to a request that has its blocks, from this step on."""
         row = self.free.pop()
         request.enter(row, self.counts[:, row], self.tails[row])
-        self.capacity[row] = len(request.blocks) * self._block_size
+        self.capacity[row] = capacity
         self.prompts[row] = request.num_prompt_tokens
         self.limit[row] = request.length_limit(self.max_model_len)
         self.stops_from[row] = request.stops_from

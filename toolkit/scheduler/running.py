@@ -59,7 +59,7 @@ class RunningRequests:
     def admit(self, request: Request, step: int) -> None:
         """Give a row, from this step on, to a request that has its blocks and its adapter."""
         request.status = RequestStatus.RUNNING
-        self._rows.place(request, step)
+        self._rows.place(request, step, self._blocks.capacity(request))
         if self._states is not None:
             self._rows.state_slots[request.row] = request.state_slot
             self._rows.boundary[request.row] = request.branch

@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from toolkit.scheduler.blocks.block_tables import BlockTables
+from toolkit.cache_group import ONE_GROUP, CacheGroup, most_pages, most_step
+from toolkit.scheduler.blocks.block_tables import BlockTables, held_pages
 from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE, EncoderCache
 from toolkit.scheduler.needs import Needs, longest_run
 from toolkit.scheduler.output import ModelOutput, SchedulerOutput
@@ -43,6 +44,7 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         num_host_blocks: int = 0,
+        groups: Sequence[CacheGroup] = ONE_GROUP,
         enable_prefix_caching: bool = True,
         num_state_slots: int = 0,
         num_host_slots: int = 0,
@@ -58,6 +60,8 @@ class Scheduler:
         step_times: StepTimes = UNKNOWN_TIMES,
     ) -> None:
         """`chunks_prompts`, `num_stages`: see `StepLimits`.
+
+        `num_blocks`, `num_host_blocks`: pages, each of which has blocks of one of the `groups`.
 
         `num_state_slots`: for the states of running requests, and snapshots; 0: the model has none.
         `num_host_slots`: in host memory, for the states of swapped requests.
@@ -83,7 +87,7 @@ class Scheduler:
         )
         self._queue = RequestQueue(policy)
         self._suspects = Suspects()
-        self._blocks = BlockTables(num_blocks, num_host_blocks, block_size)
+        self._blocks = BlockTables(num_blocks, num_host_blocks, block_size, groups, max_model_len)
         self.pool, self.host_pool = self._blocks.pool, self._blocks.host_pool
         self.rows = Rows(
             max_num_seqs, block_size, max_model_len, most_drafts, step_times.idle_fading
@@ -112,6 +116,7 @@ class Scheduler:
             states=self.states,
             stats=self._stats,
         )
+        self._most_step = most_step(max_num_batched_tokens, most_drafts, num_stages)
         self._appender = TokenAppender(self.rows, self._stats, self._finish)
 
     # ---- requests
@@ -121,10 +126,11 @@ class Scheduler:
 
         `is_queued`: it may be scheduled at once, not only after `enqueue`."""
         longest = min(request.num_prompt_tokens + request.spec.max_tokens, self.rows.max_model_len)
-        if self._blocks.num_for(longest) > self.pool.num_blocks:
+        pages = most_pages(self._blocks.groups, self._blocks.block_size, longest, self._most_step)
+        if pages > self.pool.num_blocks:
             raise ValueError(
-                f"the request needs up to {longest} tokens of KV cache and all of it holds "
-                f"{self.pool.num_blocks * self._blocks.block_size}"
+                f"the request needs up to {longest} tokens of KV cache, in {pages} pages, and all "
+                f"of it has {self.pool.num_blocks}"
             )
         cache = self.needs.cache
         pages = max(map(cache.num_for, request.spec.features), default=0)
@@ -141,8 +147,7 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.id] = request
-        if self.states is not None:
-            self.states.add(request)
+        request.follow()
         if request.spec.adapter is not None:
             self._num_by_adapter[request.spec.adapter] += 1
         if is_queued:
@@ -153,7 +158,7 @@ class Scheduler:
         cached = self._blocks.find_cached(request)
         if self.states is not None:
             _, cached = self.states.begin_with(request, cached)
-        first = len(cached) * self._blocks.block_size
+        first = cached.length
         cache = self.needs.cache
         wanted = (one for one in request.spec.features if one.end > first or not one.runs)
         return [one for one in wanted if one not in cache]
@@ -207,8 +212,7 @@ class Scheduler:
             self._num_by_adapter[adapter] -= 1
             if not self._num_by_adapter[adapter]:
                 del self._num_by_adapter[adapter]
-        if self.states is not None:
-            self.states.unfollow(request)
+        request.unfollow()
         self._suspects.remove(request)
 
     # ---- steps
@@ -321,8 +325,8 @@ class Scheduler:
         requests, states = self._requests.values(), self.states
         rows = sorted((*self.rows.free, *(request.row for request in self.running)))
         problem = (
-            self.pool.problem(request.blocks for request in requests)
-            or self.host_pool.problem(request.host_blocks for request in requests)
+            self.pool.problem(map(held_pages, (one.blocks for one in requests)))
+            or self.host_pool.problem(map(held_pages, (one.host_blocks for one in requests)))
             or self.needs.cache.problem()
             or (None if rows == list(range(len(rows))) else f"rows are free or held: {rows}")
             or (None if states is None else states.problem(requests))

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from toolkit.scheduler.blocks.block_pool import BlockHash
+from toolkit.scheduler.blocks.block_tables import Cached
 from toolkit.scheduler.request import NO_SLOT, Request
 
 GRAIN = 64  # tokens between places where a snapshot can be
@@ -81,14 +82,14 @@ class StateSlots:
 
     # ---- requests that begin
 
-    def begin_with(self, request: Request, cached: list[int]) -> tuple[Snapshot | None, list[int]]:
-        """Return the longest snapshot of a request's cached blocks, and the blocks up to it.
+    def begin_with(self, request: Request, cached: Cached) -> tuple[Snapshot | None, Cached]:
+        """Return the longest snapshot of a request's cached tokens, and what is cached up to it.
 
         Where its blocks go on for longer, other prompts part from it: `request.branch` says where
         its own snapshot will be, so that the next one begins there."""
         branches = []
         begin = None
-        longest = len(cached) * self._block_size // self.grain * self.grain
+        longest = cached.length // self.grain * self.grain
         for length in range(longest, 0, -self.grain):
             begin = self._known.get(request.block_hashes[length // self._block_size - 1])
             if begin is not None and begin.written < self._step:
@@ -97,7 +98,9 @@ class StateSlots:
             branches.append(0 if begin is not None else length)  # 0: another request writes it
             begin = None
         request.branch = next(iter(branches), 0)
-        return begin, cached[: 0 if begin is None else begin.length // self._block_size]
+        length = 0 if begin is None else begin.length
+        (blocks,) = cached.tables  # no model has windows next to states
+        return begin, Cached(length, [blocks[: length // self._block_size]])
 
     def enter(self, request: Request, snapshot: Snapshot | None) -> int | None:
         """Give a slot to a request that begins. Return the slot that its first step reads.
@@ -149,17 +152,6 @@ class StateSlots:
         request.host_slot = NO_SLOT
 
     # ---- siblings of a leader (n > 1)
-
-    def add(self, request: Request) -> None:
-        """Count a sibling that waits for its leader."""
-        if request.leader is not None:
-            request.leader.num_followers += 1
-
-    def unfollow(self, request: Request) -> None:
-        """Stop counting a sibling, which has begun or ended."""
-        leader, request.leader = request.leader, None
-        if leader is not None:
-            leader.num_followers -= 1
 
     def is_ready(self, request: Request) -> bool:
         """Return False if the snapshot that the request begins with is still to come."""

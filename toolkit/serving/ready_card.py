@@ -64,7 +64,7 @@ def _facts(model: LoadedModel, config: ServerConfig) -> dict[str, str]:
         number = len(model.infos)
         facts["engines"] = f"{number}, each with the complete model and its own KV cache"
     if info.chunks_prompts:
-        capacity = sum(one.num_blocks * one.block_size for one in model.infos)
+        capacity = sum(one.cache_tokens for one in model.infos)
         facts["KV cache"] = (
             f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full "
             f"{info.max_model_len:,}"

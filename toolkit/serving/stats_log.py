@@ -58,6 +58,9 @@ def _describe(metrics: Metrics, model: LoadedModel) -> None:
         "block_size": info.block_size,
         "num_gpu_blocks": sum(one.num_blocks for one in model.infos),
         "num_cpu_blocks": sum(one.num_host_blocks for one in model.infos),
+        "groups": "; ".join(
+            f"{one.kept}, {info.block_size * one.blocks_per_page} in a block" for one in info.groups
+        ),
         "cache_bytes": sum(one.cache_bytes for one in model.infos),
         "enable_prefix_caching": engine.cache.enable_prefix_caching,
         "cache_dtype": engine.cache.kv_cache_dtype,

@@ -2,13 +2,15 @@
 
 The host sends a few numbers for each request, without waiting, and kernels expand them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from toolkit.attention import AttentionBatch, StateRows
+from toolkit.attention import AttentionBatch, GroupTable, StateRows
+from toolkit.cache_group import ONE_GROUP, CacheGroup
 from toolkit.kernels.drafts import LATER, SAMPLES, DraftInputs, Points
 from toolkit.kernels.table import Kernels
 from toolkit.lora.weight import StepActive, StepAdapters
@@ -19,6 +21,7 @@ from toolkit.scheduler.output import IntArray
 from toolkit.worker.axes import shift_after
 from toolkit.worker.graph_policy import StepShape
 from toolkit.worker.staging import Staging
+from toolkit.worker.table_columns import TableColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,10 @@ class BatchState:
     """Row r belongs to one request from its admission to its end or preemption.
 
     `token_ids` [num_rows + 1, max_model_len + 1] int32: prompt and output. The device writes
-    sampled tokens, so that the next step can read them before the host has seen them. `block_table`
-    [num_rows + 1, max_blocks] int32. The last row belongs to the padding: requests without tokens,
-    and tokens without a slot. Inputs have fixed addresses, so that CUDA graphs can read them."""
+    sampled tokens, so that the next step can read them before the host has seen them. `tables`: by
+    group of layers, block numbers [num_rows + 1, max_blocks] int32. The last row belongs to the
+    padding: requests without tokens, and tokens without a slot. Inputs have fixed addresses, so
+    that CUDA graphs can read them."""
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class BatchState:
         most_step_drafts: int = 0,
         *,
         most_drafts: int = 0,
+        groups: Sequence[CacheGroup] = ONE_GROUP,
         num_state_slots: int = 0,
         has_axes: bool = False,
     ) -> None:
@@ -74,9 +79,11 @@ class BatchState:
         most_step_drafts: that a step verifies. 0 before the last pipeline stage, which gets all
         lengths, tokens and drafts with the step. most_drafts: of a request, on any stage."""
         self.device, self.block_size = device, block_size
-        size, max_blocks = num_rows + 1, -(-max_model_len // block_size)
+        size = num_rows + 1
         self.token_ids = torch.zeros(size, max_model_len + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(size, max_blocks, dtype=torch.int32, device=device)
+        self._columns = TableColumns(groups, block_size, max_model_len)
+        self._table = torch.zeros(size, self._columns.width, dtype=torch.int32, device=device)
+        self.tables = self._columns.split(self._table)
         self.sampling = SamplingState(size, device, processors)
         self.adapters = np.zeros(size, np.int32)
         """Slot of each row's LoRA adapter."""
@@ -117,7 +124,7 @@ class BatchState:
             self.state_tokens = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._slots = torch.full((len(groups), max_tokens), -1, dtype=torch.int64, device=device)
         self._shifts: tuple[torch.Tensor, torch.Tensor] | None = None
         """Added to the positions of rows after their features, and positions of tokens with it."""
         if has_axes:
@@ -161,8 +168,9 @@ class BatchState:
     def set_spare_blocks(self, first: int, per_row: int) -> None:
         """Give each row `per_row` blocks, from `first` on, for positions past its own blocks.
 
-        A drafter writes there: the scheduler adds blocks for the tokens of the next step only."""
-        num_rows, max_blocks = self.block_table.shape
+        A drafter, whose layers are in the first group, writes there: the scheduler adds blocks for
+        the tokens of the next step only."""
+        num_rows, max_blocks = self.tables[0].shape
         nth = torch.arange(max_blocks) % per_row
         blocks = first + torch.arange(num_rows)[:, None] * per_row + nth
         self._spare_blocks = blocks.to(self.device, torch.int32)
@@ -172,8 +180,7 @@ class BatchState:
         if step.new_rows:
             self._place_all(step.new_rows)
         if len(step.new_blocks):
-            row, index, block = step.new_blocks.T
-            self._put(self.block_table, row, index, block)
+            self._put(self._table, *self._columns.of_pages(*step.new_blocks.T))
         if len(step.known_tokens):
             row, position, token = step.known_tokens.T
             self._put(self.token_ids, row, position, token)
@@ -193,8 +200,8 @@ class BatchState:
             sampling.set(one.row, one.spec, one.seed)
             self.adapters[one.row] = one.adapter
         rows = np.array([one.row for one in new], np.int32)
-        token_runs, tokens = _runs(rows, [one.token_ids for one in new])
-        block_runs, blocks = _runs(rows, [one.blocks for one in new])
+        token_runs, tokens = _runs(rows, [[(0, one.token_ids)] for one in new])
+        block_runs, blocks = _runs(rows, [self._columns.of_tables(one.blocks) for one in new])
         shifts = np.array([shift_after(one.spec.features) for one in new], np.int32)
         sent = self._staging.send(
             [
@@ -218,13 +225,13 @@ class BatchState:
         if self._shifts is not None:
             self._shifts[0].index_copy_(0, which, moved)
         if self._spare_blocks is not None:
-            self.block_table.index_copy_(0, which, self._spare_blocks[which])
+            self.tables[0].index_copy_(0, which, self._spare_blocks[which])
         sampling.ints.index_copy_(0, which, ints.view(torch.int64).view(-1, 3))
         sampling.windows.index_copy_(0, which, windows)
         sampling.floats.index_copy_(0, which, floats.view(torch.float32).view(-1, 6))
         self._copy_runs(self.token_ids, runs.view(-1, 4), tokens_there, int(token_runs[:, 3].max()))
         self._copy_runs(
-            self.block_table,
+            self._table,
             block_runs_there.view(-1, 4),
             blocks_there,
             int(block_runs[:, 3].max()),
@@ -339,29 +346,31 @@ class BatchState:
         lens, adapters, ahead: see `reference.expand_inputs`."""
         n, tokens = shape.num_reqs, shape.num_tokens
         rows, starts = self._rows[:n], self._query_start_loc[: n + 1]
-        out = (self._token_ids[:tokens], self._positions[:tokens], self._slots[:tokens])
-        tables = self.token_ids, self.block_table, self.block_size
+        slots = [one[:tokens] for one in self._slots]
         rope_positions, shifts = None, self._shifts
         if shifts is not None:
             rope_positions = shifts[1][:tokens]
             shifts = shifts[0], rope_positions
-        self._expand(rows, starts, lens, *tables, out, adapters, ahead, shifts)
+        for nth in range(len(slots) - 1, -1, -1):  # the first group's last, with all the rest
+            out = self._token_ids[:tokens], self._positions[:tokens], slots[nth]
+            others = (adapters, ahead, shifts) if nth == 0 else ()
+            tables = self.token_ids, self.tables[nth], self.block_size
+            self._expand(rows, starts, lens, *tables, out, *others)
         batch = AttentionBatch(
-            positions=out[1],
-            slot_mapping=out[2],
+            positions=self._positions[:tokens],
+            tables=tuple(map(GroupTable, self.tables, slots)),
             query_start_loc=starts,
             seq_lens=lens,
             rows=rows,
-            block_table=self.block_table,
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
             rope_positions=rope_positions,
-            live=out[2],
+            live=slots[0],
             is_adapted=shape.is_adapted,
             verifies=shape.verifies,
             order=self._order[:n],
         )
-        return out[0], batch
+        return self._token_ids[:tokens], batch
 
     def _state_rows(self, starts: torch.Tensor, lens: torch.Tensor) -> StateRows:
         """Return the states of the step that was sent last. Called once for a step."""
@@ -412,15 +421,14 @@ class BatchState:
         lens = self.points().seq_lens[index] - (sent[index + 1] - sent[index])
         ids, positions = torch.empty(2, starts[-1], dtype=torch.int32, device=self.device)
         slots = torch.empty(int(starts[-1]), dtype=torch.int64, device=self.device)
-        tables = self.token_ids, self.block_table, self.block_size
+        tables = self.token_ids, self.tables[0], self.block_size
         self._expand(rows, starts_there, lens, *tables, (ids, positions, slots))
         batch = AttentionBatch(
             positions=positions,
-            slot_mapping=slots,
+            tables=(GroupTable(self.tables[0], slots),),
             query_start_loc=starts_there,
             seq_lens=lens,
             rows=rows,
-            block_table=self.block_table,
             max_query_len=max(2, int(counts.max())),  # no decode step, whose kernel wants an order
             max_seq_len=self.token_ids.shape[1] - 1,
             live=slots,
@@ -436,16 +444,15 @@ class BatchState:
         See `kernels.drafts.draft_inputs`."""
         rows, points = self._rows[:num_reqs], self.points()
         inputs = DraftInputs(*(one[:num_reqs] for one in self._drafting))
-        tables = self.token_ids, self.block_table, self.block_size
+        tables = self.token_ids, self.tables[0], self.block_size
         ends = points.ends[:num_reqs]
         self._draft_inputs(ends, rows, self.lengths, *tables, nth, ahead, limit, inputs)
         batch = AttentionBatch(
             positions=inputs.positions,
-            slot_mapping=inputs.slots,
+            tables=(GroupTable(self.tables[0], inputs.slots),),
             query_start_loc=self._nth[: num_reqs + 1],
             seq_lens=inputs.seq_lens,
             rows=rows,
-            block_table=self.block_table,
             max_query_len=1,
             max_seq_len=max_seq_len,
             live=inputs.slots,
@@ -454,9 +461,14 @@ class BatchState:
         return inputs, batch
 
 
-def _runs(rows: np.ndarray, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (runs [n, 4], values) that copy each list to the start of its row."""
-    lengths = np.array([len(one) for one in lists], np.int32)
-    begins = np.concatenate(([0], lengths.cumsum()[:-1])).astype(np.int32)
-    values = np.concatenate([np.array(one, np.int32) for one in lists])
-    return np.stack((rows, np.zeros_like(rows), begins, lengths), axis=1), values
+def _runs(
+    rows: IntArray, parts: Sequence[Sequence[tuple[int, list[int] | IntArray]]]
+) -> tuple[IntArray, IntArray]:
+    """Return (runs [n, 4], values) that copy (first column, values) of each row to it."""
+    runs, values, begin = [], [], 0
+    for row, own in zip(rows.tolist(), parts, strict=True):
+        for column, one in own:
+            values.append(np.asarray(one, np.int32))
+            runs.append((row, column, begin, len(values[-1])))
+            begin += len(values[-1])
+    return np.array(runs, np.int32), np.concatenate(values)

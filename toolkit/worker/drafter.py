@@ -155,7 +155,7 @@ class ModelDrafter:
         # GPU nothing waits: a run takes little time there, and other steps would compile kernels.
         reads_tokens = not network.feature_size and not network.ahead
         self.may_wait = reads_tokens and not isinstance(kernels, TritonKernels)
-        self._num_waiting = np.zeros(len(state.block_table), np.int32)
+        self._num_waiting = np.zeros(len(state.tables[0]), np.int32)
         """By row, tokens before the next step's that the network has not computed."""
         self._most_at_once = max(1, state.max_tokens // MOST_WAITING)  # requests
         self._observing: dict[StepShape, torch.cuda.CUDAGraph] = {}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from toolkit.cache_group import ONE_GROUP, CacheGroup
 from toolkit.pictures.settings import ProcessorSettings
 from toolkit.pictures.tokens import PictureTokens
 from toolkit.plugins import Plugin
@@ -39,9 +40,12 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     vocab_size: int
     max_model_len: int
     max_num_batched_tokens: int
-    num_blocks: int
+    num_blocks: int  # pages of the cache
     num_host_blocks: int
     block_size: int
+    groups: tuple[CacheGroup, ...] = ONE_GROUP
+    cache_tokens: int  # that fit, in sequences of the full length that decode
+    longest_sequence: int  # that fits
     num_parameters: int
     weight_bytes: int
     cache_bytes: int
@@ -68,7 +72,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     @property
     def token_bytes(self) -> float:
         """Bytes of KV cache per token."""
-        return self.cache_bytes / max(1, self.num_blocks * self.block_size)
+        return self.cache_bytes / max(1, self.cache_tokens)
 
     @property
     def tasks(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -72,56 +72,93 @@ class RowStates:
 
 
 class KVCache:
-    """The tensors of layers' memory of tokens.
+    """The tensors of layers' memory of tokens, on the device and on the host.
 
-    Those of one shape lie together, [parts, num_blocks, block_size, heads, size]: a copy between
-    device and host takes a block of all of them at once."""
+    A copy between them takes a page of all layers at once. With one group, a page is a few blocks
+    of all layers, and tensors of one shape lie together: [parts, pages, tokens, heads, size]. With
+    several, pages of all groups are rows of one tensor of bytes, and layers are views of it."""
 
     def __init__(
         self,
         layout: MemoryLayout,
         *,
-        num_blocks: int,
-        num_host_blocks: int,
+        num_pages: int,
+        num_host_pages: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.layout, self.device, self.dtype = layout, device, dtype
-        # FP8 is stored as bytes: not every device copies it by index.
-        stored = torch.uint8 if dtype == fp8.DTYPE else dtype
-        counts = Counter(part for memory in layout.of_tokens for part in memory.parts)
-        self.blocks, self.host_blocks = (
-            {
-                part: lazy_zeros(
-                    (count, number, layout.block_size, part.num_heads, part.size), stored, place
-                )
-                for part, count in counts.items()
-            }
-            for number, place in ((num_blocks, device), (num_host_blocks, CPU))
+        self._place = 1 if len(layout.groups) == 1 else 0
+        """Dimension of the tensors that counts pages."""
+        self._tensors, self._host_tensors = (
+            self._allocate(number, place)
+            for number, place in ((num_pages, device), (num_host_pages, CPU))
         )
+
+    def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
+        layout = self.layout
+        if self._place == 0:
+            return [lazy_zeros((num_pages, layout.page_bytes), torch.uint8, device)]
+        # FP8 is stored as bytes: not every device copies it by index.
+        stored = torch.uint8 if self.dtype == fp8.DTYPE else self.dtype
+        tokens = layout.block_size * layout.groups[0].blocks_per_page
+        counts = Counter(part for memory in layout.of_tokens for part in memory.parts)
+        return [
+            lazy_zeros((count, num_pages, tokens, part.num_heads, part.size), stored, device)
+            for part, count in counts.items()
+        ]
 
     def bind(self, model: Model, backends: Backends) -> None:
         """Give the layers their tensors."""
-        tensors = {part: iter(blocks) for part, blocks in self.blocks.items()}
-        for keeper in model.keepers():
-            if isinstance(memory := keeper.memory, TokenMemory):
-                own = (next(tensors[part]).view(self.dtype) for part in memory.parts)
-                keeper.bind(*own)
-                keeper.backend = backends.of(memory.parts[0].size)
+        keepers = [one for one in model.keepers() if isinstance(one.memory, TokenMemory)]
+        for keeper, tensors in zip(keepers, self._of_layers(), strict=True):
+            assert isinstance(keeper.memory, TokenMemory)
+            keeper.bind(*tensors)
+            keeper.group = self.layout.group_of(keeper.memory)
+            keeper.backend = backends.of(keeper.memory.parts[0].size)
 
-    def spoil(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN, so that a read of what is not written yet shows."""
-        nan = FP8_NAN if self.dtype == fp8.DTYPE else math.nan
-        for parts in self.blocks.values():
-            parts[:, torch.tensor(blocks, device=self.device)] = nan
+    def _of_layers(self) -> Iterator[list[torch.Tensor]]:
+        """Yield each layer's tensors [blocks, block size, heads, size]."""
+        layout, size = self.layout, self.layout.block_size
+        if self._place == 1:
+            parts = dict.fromkeys(part for one in layout.of_tokens for part in one.parts)
+            tensors = {p: iter(one) for p, one in zip(parts, self._tensors, strict=True)}
+            for memory in layout.of_tokens:
+                yield [
+                    next(tensors[p]).view(self.dtype).view(-1, size, p.num_heads, p.size)
+                    for p in memory.parts
+                ]
+            return
+        (pages,) = self._tensors
+        elements = pages.view(self.dtype).view(-1)
+        for memory, places in zip(layout.of_tokens, layout.places(), strict=True):
+            per_page = layout.groups[layout.group_of(memory)].blocks_per_page
+            block = layout.page_bytes // layout.itemsize // per_page
+            yield [
+                elements.as_strided(
+                    (len(pages) * per_page, size, part.num_heads, part.size),
+                    (block, part.count, part.size, 1),
+                    place // layout.itemsize,
+                )
+                for part, place in zip(memory.parts, places, strict=True)
+            ]
+
+    def spoil(self, pages: Sequence[int]) -> None:
+        """Fill pages with NaN, so that a read of what is not written yet shows."""
+        which = torch.tensor(pages, device=self.device)
+        for tensor in self._tensors:
+            if self.dtype == fp8.DTYPE:
+                tensor.index_fill_(self._place, which, FP8_NAN)
+            else:
+                tensor.view(self.dtype).index_fill_(self._place, which, math.nan)
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (block, host block) pairs to the host, in stream order."""
-        _copy(pairs, [*self.blocks.values()], [*self.host_blocks.values()], dim=1)
+        """Copy (page, host page) pairs to the host, in stream order."""
+        _copy(pairs, self._tensors, self._host_tensors, self._place)
 
     def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (host block, block) pairs to the device."""
-        _copy(pairs, [*self.host_blocks.values()], [*self.blocks.values()], dim=1)
+        """Copy (host page, page) pairs to the device."""
+        _copy(pairs, self._host_tensors, self._tensors, self._place)
 
 
 def _copy(

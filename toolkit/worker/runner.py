@@ -18,6 +18,7 @@ from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.output import PlaceAdapter
+from toolkit.scheduler.request import HOLE
 from toolkit.worker.batch_state import BatchState, StepInputs
 from toolkit.worker.drafter import Drafter
 from toolkit.worker.features import FeatureRequests
@@ -171,12 +172,16 @@ class Runner:
 
     def _spoil(self, step: SchedulerOutput) -> None:
         """Fill blocks and rows that requests get in this step with NaN, but for cached blocks."""
-        blocks = step.new_blocks[:, 2].tolist()
+        pages = step.new_blocks[:, 2].tolist()
+        layout = self.caches[0].layout
         for new in step.new_rows:
-            blocks += new.blocks[new.num_computed_tokens // self.state.block_size :]
-        if blocks:
+            for group, table in zip(layout.groups, new.blocks, strict=True):
+                tokens = layout.block_size * group.blocks_per_page
+                own = table[new.num_computed_tokens // tokens :]
+                pages += [page for page in own if page != HOLE]
+        if pages:
             for cache in self.caches:
-                cache.spoil(blocks)
+                cache.spoil(pages)
         if len(step.state_writes):
             read = step.state_reads[step.num_computed > 0]
             keeps, kept = step.state_keeps.T

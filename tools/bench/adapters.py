@@ -161,7 +161,7 @@ def make_step(requests: int, tokens: int, context: int) -> SchedulerOutput:
                 seed=0,
                 output_token_ids=[],
                 num_computed_tokens=computed,
-                blocks=list(range(row * blocks, (row + 1) * blocks)),
+                blocks=[list(range(row * blocks, (row + 1) * blocks))],
             )
             for row in range(requests)
         ],

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from toolkit.attention import AttentionBatch, Backends
+from toolkit.attention import AttentionBatch, Backends, GroupTable
 from toolkit.hardware.graph_capture import captured
 from toolkit.kernels import cpu
 from toolkit.models.build import build_model, choose_dtype, load_config
 from toolkit.models.decoder import Decoder
 from toolkit.models.memory import MemoryLayout
+from toolkit.models.model import PagedAttention
 from toolkit.weights.loading.loader import load_weights
 from toolkit.worker.kv_cache import KVCache
 
@@ -71,14 +72,16 @@ def measure(
     blocks = context // BLOCK_SIZE + 1
     cache = KVCache(
         layout,
-        num_blocks=max(requests) * blocks,
-        num_host_blocks=0,
+        num_pages=max(requests) * blocks,
+        num_host_pages=0,
         dtype=kind,
         device=device,
     )
     cache.bind(model, backends)
-    for part in cache.blocks.values():
-        part.normal_()
+    for keeper in model.keepers():
+        if isinstance(keeper, PagedAttention):
+            keeper.k_cache.normal_()
+            keeper.v_cache.normal_()
     runs = {number: _layers(model, _batch(number, context, device)) for number in requests}
     times: dict[int, list[float]] = {number: [] for number in requests}
     for _ in range(ROUNDS):
@@ -96,11 +99,10 @@ def _batch(requests: int, context: int, device: torch.device) -> AttentionBatch:
     slots = table[:, -1].long() * BLOCK_SIZE + context % BLOCK_SIZE
     return AttentionBatch(
         positions=(lengths.long() - 1).to(device),
-        slot_mapping=slots.to(device),
+        tables=(GroupTable(table.to(device), slots.to(device)),),
         query_start_loc=torch.arange(requests + 1, dtype=torch.int32).to(device),
         seq_lens=lengths.to(device),
         rows=rows.to(device),
-        block_table=table.to(device),
         max_query_len=1,
         max_seq_len=context + 1,
         order=rows.to(device),

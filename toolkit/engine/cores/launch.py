@@ -133,4 +133,4 @@ class StartupPhases:
 
 def smallest_core(infos: list[WorkerInfo]) -> WorkerInfo:
     """Return the info of the core with the smallest capacity, whose requests fit all cores."""
-    return min(infos, key=lambda info: (info.max_model_len, info.num_blocks * info.block_size))
+    return min(infos, key=lambda info: (info.max_model_len, info.cache_tokens))

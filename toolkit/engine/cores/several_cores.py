@@ -69,7 +69,7 @@ class SeveralCores:
             self.shutdown()
             raise
         for core, info in enumerate(infos):
-            capacity, has_states = info.num_blocks * info.block_size, info.num_state_slots > 0
+            capacity, has_states = info.cache_tokens, info.num_state_slots > 0
             self._router.connect(core, capacity, has_states=has_states)
         self.info: WorkerInfo = smallest_core(infos)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.describe import External
@@ -53,6 +53,8 @@ class FallbackConfig(ArchitectureConfig, kw_only=True):
     num_key_value_heads: int = 0
     head_dim: int = 0
     max_positions: int = 0
+    windows: tuple[int, ...] = ()
+    """Sliding window of each layer, in tokens, as far as config.json says; 0: none."""
 
     @property
     def path(self) -> Path:
@@ -66,7 +68,8 @@ class FallbackConfig(ArchitectureConfig, kw_only=True):
         size = self.head_dim or self.hidden_size // max(1, self.num_attention_heads)
         if not heads or not size:
             return ()
-        return (TokenMemory.of_keys(heads, size),) * self.num_hidden_layers
+        windows = self.windows or (0,) * self.num_hidden_layers
+        return tuple(TokenMemory.of_keys(heads, size, window) for window in windows)
 
 
 def may_fall_back(raw: Mapping[str, Any]) -> bool:
@@ -91,7 +94,14 @@ def fallback_config(raw: dict[str, Any]) -> FallbackConfig:
     for field, names in _SYNONYMS.items():
         values = (found.get(name) for name in names)
         setattr(config, field, next((v for v in values if isinstance(v, int) and v > 0), 0))
+    kinds, window = found.get("layer_types"), found.get("sliding_window")
+    if isinstance(kinds, list) and len(kinds) == config.num_hidden_layers and _is_size(window):
+        config.windows = tuple(window * (kind == "sliding_attention") for kind in kinds)
     return config
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and value > 0
 
 
 def describe_fallback(config: FallbackConfig) -> External:

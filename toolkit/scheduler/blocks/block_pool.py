@@ -55,10 +55,11 @@ class BlockPool:
             self._references[block] += 1
             self.watch.on_share(block)
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], *, reuses_first: bool = False) -> None:
         """Drop a reference from each block of a request, given in token order.
 
-        The last blocks are reused first: the beginning of a prompt is shared more often."""
+        The last blocks are reused first: the beginning of a prompt is shared more often.
+        reuses_first: before all others."""
         for block in reversed(blocks):
             references = self._references[block] - 1
             if references < 0:
@@ -67,7 +68,7 @@ class BlockPool:
             self.watch.on_release(block)
             if references == 0:
                 self._free[block] = None
-                if self._hash_of[block] is None:
+                if reuses_first or self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
@@ -85,6 +86,10 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def has(self, block_hash: BlockHash) -> bool:
+        """Return True if a block with this hash is found."""
+        return block_hash in self._block_of
 
     def num_references(self, block: int) -> int:
         return self._references[block]

@@ -1,79 +1,263 @@
 """Blocks of requests: block tables, the prefix cache, and copies in host memory."""
 
-from toolkit.scheduler.blocks.block_pool import BlockPool, HostBlockPool
-from toolkit.scheduler.request import Request
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.cache_group import ONE_GROUP, CacheGroup, first_columns
+from toolkit.scheduler.blocks.block_pool import BlockHash, BlockPool, HostBlockPool
+from toolkit.scheduler.request import HOLE, Request
+
+UNTAGGED = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """The part of a request's beginning that the prefix cache has.
+
+    `tables` are like `Request.blocks`, for `length` tokens."""
+
+    length: int
+    tables: list[list[int]]
+    branch: int = 0
+    """Tokens after which other requests part from it: more, where windows are missing."""
 
 
 class BlockTables:
-    """Gives requests their blocks from the pools of the device and of the host.
+    """Gives requests their pages from the pools of the device and of the host.
 
-    The tables are `Request.blocks` and `Request.host_blocks`."""
+    The tables are `Request.blocks` and `Request.host_blocks`. Groups that read few tokens free the
+    others when a request grows (`trim`). Freed pages are reused first, except before an *anchor*:
+    the end of a prompt, or where prompts part. Another request may begin there."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        groups: Sequence[CacheGroup] = ONE_GROUP,
+        max_model_len: int = 0,
+    ) -> None:
+        """`num_blocks`, `num_host_blocks`: pages of the pools."""
+        self.block_size, self.groups = block_size, tuple(groups)
         self.pool = BlockPool(num_blocks)
         self.host_pool = HostBlockPool(num_host_blocks)
+        self.page_tokens = [block_size * group.blocks_per_page for group in self.groups]
+        self.grain = math.lcm(*self.page_tokens)
+        """Cached prefixes are multiples of it, tokens."""
+        self._tags = [UNTAGGED, *(bytes([g]) for g in range(1, len(self.groups)))]
+        self._columns = first_columns(self.groups, block_size, max_model_len)
+        self._freeing = [g for g, group in enumerate(self.groups) if group.frees]
 
-    def num_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold so many tokens."""
-        return -(-num_tokens // self.block_size)
+    # ---- sizes
 
-    def find_cached(self, request: Request) -> list[int]:
-        """Return cached blocks of the request's beginning. At least one token remains."""
+    def capacity(self, request: Request) -> int:
+        """Return the tokens for which a request has pages."""
+        pairs = zip(request.blocks, self.page_tokens, strict=True)
+        return min(len(table) * tokens for table, tokens in pairs)
+
+    def missing(self, request: Request, end: int) -> list[int]:
+        """Return how many pages a request lacks for its first `end` tokens, by group."""
+        pairs = zip(request.blocks, self.page_tokens, strict=True)
+        return [max(0, -(-end // tokens) - len(table)) for table, tokens in pairs]
+
+    # ---- the prefix cache
+
+    def find_cached(self, request: Request) -> Cached:
+        """Return what is cached of the request's beginning. At least one token remains."""
         if not request.cacheable or request.wants_prompt_logprobs:
-            return []
+            return self.nothing()
         most = (request.num_tokens - 1) // self.block_size
-        return self.pool.find(request.hashes(most, self.block_size)[:most])
+        hashes = request.hashes(most, self.block_size)
+        length = most * self.block_size // self.grain * self.grain
+        tables: list[list[int]] = [[] for _ in self.groups]
+        for g, group in enumerate(self.groups):
+            if not group.frees:
+                tables[g] = self.pool.find(self._keys(g, hashes, 0, length))
+                length = len(tables[g]) * self.page_tokens[g] // self.grain * self.grain
+        longest, before = length if len(self._freeing) < len(self.groups) else 0, -1
+        while self._freeing and length != before:
+            before = length
+            for g in self._freeing:
+                length = self._covered(g, hashes, length)
+        for g, tokens in enumerate(self.page_tokens):
+            if g in self._freeing:
+                first = self._first_page(g, length)
+                found = self.pool.find(self._keys(g, hashes, first, length))
+                tables[g] = [HOLE] * first + found
+            del tables[g][length // tokens :]
+        return Cached(length, tables, max(longest, length))
 
-    def begin(self, request: Request, cached: list[int], num_tokens: int) -> bool:
-        """Give a request the cached blocks, and others for the rest of its first tokens.
+    def nothing(self) -> Cached:
+        """Return that nothing is cached."""
+        return Cached(0, [[] for _ in self.groups])
 
-        Return False, with nothing changed, if too few are free."""
-        need = self.num_for(num_tokens) - len(cached)
-        if need > self.pool.num_free - self.pool.num_free_among(cached):
-            return False
-        self.pool.share(cached)
-        fresh = self.pool.allocate(need)
-        assert fresh is not None
-        request.blocks = cached + fresh
-        request.num_registered_blocks = len(cached)
-        return True
+    def _covered(self, g: int, hashes: Sequence[BlockHash], length: int) -> int:
+        """Return the longest prefix, `length` at most, whose last tokens are cached in a group."""
+        tokens = self.page_tokens[g]
+        while length:
+            for index in range(length // tokens - 1, self._first_page(g, length) - 1, -1):
+                if not self.pool.has(self._key(g, hashes, index)):
+                    length = index * tokens // self.grain * self.grain
+                    break
+            else:
+                return length
+        return 0
+
+    def _first_page(self, g: int, position: int) -> int:
+        """Return the first page that the token at a position reads in a group."""
+        return self.groups[g].first_key(position) // self.page_tokens[g]
+
+    def _key(self, g: int, hashes: Sequence[BlockHash], index: int) -> BlockHash:
+        """Return the key of a group's page: the hash at its end, and the group."""
+        return hashes[(index + 1) * self.groups[g].blocks_per_page - 1] + self._tags[g]
+
+    def _keys(
+        self, g: int, hashes: Sequence[BlockHash], first: int, length: int
+    ) -> list[BlockHash]:
+        return [self._key(g, hashes, i) for i in range(first, length // self.page_tokens[g])]
 
     def register(self, request: Request) -> None:
-        """Add the request's full blocks to the prefix cache, as far as their tokens are known.
+        """Add the request's full pages to the prefix cache, as far as their tokens are known.
 
-        Blocks of the step being scheduled count: a later reader's step runs after it, or the same
+        Those of the step being scheduled count: a later reader's step runs after it, or the same
         step writes them before they are read."""
-        first = request.num_registered_blocks
-        full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
-        if first < full and request.cacheable:
-            hashes = request.hashes(full, self.block_size)
-            for index in range(first, full):
-                self.pool.register(request.blocks[index], hashes[index])
-            request.num_registered_blocks = full
+        if not request.cacheable:
+            return
+        known = min(request.num_computed_tokens, request.num_known_tokens)
+        for g, tokens in enumerate(self.page_tokens):
+            first, full = request.num_registered[g], known // tokens
+            if first < full:
+                count = full * self.groups[g].blocks_per_page
+                hashes = request.hashes(count, self.block_size)
+                table = request.blocks[g]
+                for index in range(first, full):
+                    if table[index] != HOLE:
+                        self.pool.register(table[index], self._key(g, hashes, index))
+                request.num_registered[g] = full
+
+    # ---- requests
+
+    def begin(self, request: Request, cached: Cached, num_computed: int, end: int) -> bool:
+        """Give a request the cached pages, and others for its tokens from num_computed to `end`.
+
+        Return False, with nothing changed, if too few are free. num_computed: tokens that it has,
+        cached or in host memory."""
+        position = min(num_computed, request.num_known_tokens - 1)
+        shared = held_pages(cached.tables)
+        needs = []
+        for g, tokens in enumerate(self.page_tokens):
+            held = len(cached.tables[g])
+            if not held:
+                held = self._first_page(g, position)
+                cached.tables[g] += [HOLE] * held
+            needs.append(-(-end // tokens) - held)
+        if sum(needs) > self.pool.num_free - self.pool.num_free_among(shared):
+            return False
+        self.pool.share(shared)
+        fresh = self.pool.allocate(sum(needs))
+        assert fresh is not None
+        request.blocks, request.num_registered, at = [], [], 0
+        for table, need in zip(cached.tables, needs, strict=True):
+            request.num_registered.append(len(table) if shared else 0)
+            request.blocks.append(table + fresh[at : at + need])
+            at += need
+        request.num_trimmed = [self._first_page(g, position) for g in range(len(self.groups))]
+        self._set_anchors(request, cached.branch)
+        return True
+
+    def add(self, request: Request, g: int, pages: list[int]) -> list[tuple[int, int]]:
+        """Append pages to a request's table. Return (column, page) of each."""
+        table = request.blocks[g]
+        first = self._columns[g] + len(table)
+        table += pages
+        return list(enumerate(pages, first))
 
     def release(self, request: Request) -> None:
-        """Take all blocks from a request. Full ones stay in the prefix cache."""
-        self.pool.release(request.blocks)
+        """Take all pages from a request. Full ones stay in the prefix cache."""
+        for g, table in enumerate(request.blocks):
+            self.pool.release(held_pages([table]) if g in self._freeing else table)
         request.blocks = []
 
+    # ---- windows
+
+    def trim(self, request: Request, computed: int, *, for_followers: bool = True) -> None:
+        """Free the pages of tokens that nothing reads any more.
+
+        computed: tokens that the request has before the step that is planned. Drafts among them may
+        be wrong, so no more are counted than are known. for_followers: keep what siblings begin
+        with."""
+        if not self._freeing:
+            return
+        position = min(computed, request.num_known_tokens - 1)
+        if request.num_followers and for_followers:
+            position = min(position, request.anchors[0])
+        for g in self._freeing:
+            first, trimmed = self._first_page(g, position), request.num_trimmed[g]
+            if first <= trimmed:
+                continue
+            table = request.blocks[g]
+            for index in range(trimmed, min(first, len(table))):
+                page, table[index] = table[index], HOLE
+                if page != HOLE:
+                    self.pool.release([page], reuses_first=not self._is_kept(request, g, index))
+            request.num_trimmed[g] = first
+
+    def _set_anchors(self, request: Request, branch: int) -> None:
+        """Note where other requests may begin: before a prompt's last token, and at `branch`."""
+        if self._freeing:
+            end = (request.num_prompt_tokens - 1) // self.grain * self.grain
+            request.anchors = (end, branch) if branch else (end,)
+
+    def _is_kept(self, request: Request, g: int, index: int) -> bool:
+        """Return True if a request that begins at an anchor reads a page."""
+        tokens = self.page_tokens[g]
+        return any(
+            index * tokens < anchor and self.groups[g].first_key(anchor) < (index + 1) * tokens
+            for anchor in request.anchors
+        )
+
+    # ---- host memory
+
     def swap_out(self, request: Request) -> list[tuple[int, int]]:
-        """Return (block, host block) copies that keep the computed tokens, or [] without room."""
+        """Return (page, host page) copies that keep the computed tokens, or [] without room."""
         if not self.host_pool.num_blocks:
             return []
-        host_blocks = self.host_pool.allocate(self.num_for(request.num_computed_tokens))
-        if not host_blocks:
+        computed = request.num_computed_tokens
+        self.trim(request, computed)
+        tables = [
+            table[: -(-computed // tokens)]
+            for table, tokens in zip(request.blocks, self.page_tokens, strict=True)
+        ]
+        pages = held_pages(tables)
+        host_pages = self.host_pool.allocate(len(pages))
+        if not host_pages:
             return []
-        request.host_blocks = host_blocks
-        return list(zip(request.blocks, host_blocks, strict=False))
+        free = iter(host_pages)
+        request.host_blocks = [
+            [HOLE if page == HOLE else next(free) for page in table] for table in tables
+        ]
+        return list(zip(pages, host_pages, strict=True))
 
     def swap_in(self, request: Request) -> list[tuple[int, int]]:
-        """Return (host block, block) copies into the blocks that the request has got."""
-        copies = list(zip(request.host_blocks, request.blocks, strict=False))
+        """Return (host page, page) copies into the pages that the request has got."""
+        copies = [
+            (host, page)
+            for tables in zip(request.host_blocks, request.blocks, strict=True)
+            for host, page in zip(*tables, strict=False)
+            if HOLE not in (host, page)
+        ]
         self.release_host(request)
         return copies
 
     def release_host(self, request: Request) -> None:
-        """Take the host's blocks from a request."""
-        self.host_pool.release(request.host_blocks)
+        """Take the host's pages from a request."""
+        self.host_pool.release(held_pages(request.host_blocks))
         request.host_blocks = []
+
+
+def held_pages(tables: Sequence[Sequence[int]]) -> list[int]:
+    """Return the pages of tables, without holes."""
+    return [page for table in tables for page in table if page != HOLE]

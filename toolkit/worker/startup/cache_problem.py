@@ -17,7 +17,7 @@ without a slot on the host are recomputed."""
 
 
 class CacheCounts(NamedTuple):
-    """Parts of a cache."""
+    """Parts of a cache. A block is a page, if layers are in several groups."""
 
     blocks: int  # on the device
     host_blocks: int
@@ -47,7 +47,7 @@ def count_parts(
             fitting = int(room * REQUEST_SHARE) // layout.row_bytes - 1
             requests = max(1, min(max_num_seqs, fitting))
         room = max(0, room - (requests + 1) * layout.row_bytes)
-    most_useful = max_num_seqs * -(-max_model_len // config.block_size)
+    most_useful = max_num_seqs * layout.pages_of(max_model_len)
     swap = int((config.swap_space if config.swap_space is not None else 4.0 * on_gpu) * GIB)
     host_slots = max_num_seqs
     if layout.row_bytes:
@@ -77,10 +77,14 @@ def count_parts(
 
 
 def table_bytes(
-    num_rows: int, max_model_len: int, block_size: int, num_token_tables: int = 1
+    num_rows: int,
+    max_model_len: int,
+    block_size: int,
+    num_token_tables: int = 1,
+    num_groups: int = 1,
 ) -> int:
-    """Return the bytes of the rows' tokens and block tables."""
-    num_blocks = -(-max_model_len // block_size)
+    """Return the bytes of the rows' tokens and block tables, one for each group."""
+    num_blocks = num_groups * -(-max_model_len // block_size)
     return 4 * num_rows * (num_token_tables * (max_model_len + 1) + num_blocks)
 
 
@@ -122,10 +126,16 @@ def memory_problem(
 
 
 def cache_problem(
-    config: CacheConfig, *, num_blocks: int, block_bytes: int, max_model_len: int, on_gpu: bool
+    config: CacheConfig,
+    *,
+    num_blocks: int,
+    layout: MemoryLayout,
+    max_model_len: int,
+    on_gpu: bool,
 ) -> str | None:
     """Return why a request of the full length does not fit, and what to change; None if it fits."""
-    held, wanted = num_blocks * config.block_size, -(-max_model_len // config.block_size)
+    wanted, block_bytes = layout.pages_of(max_model_len), layout.block_bytes
+    held = layout.longest(num_blocks)
     if held >= max_model_len:
         return None
     room = (

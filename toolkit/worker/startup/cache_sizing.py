@@ -117,15 +117,10 @@ def choose_size(
     overridden = (
         cache.num_gpu_blocks_override is not None and setup.config.model.max_model_len is None
     )
-    if overridden and num_blocks * cache.block_size < max_model_len:
-        logger.warning(
-            "max_model_len is limited to %d by --num-gpu-blocks-override",
-            num_blocks * cache.block_size,
-        )
-        max_model_len = num_blocks * cache.block_size
-    memory_budget.require_one_request_fits(
-        cache, num_blocks, max_model_len, block_bytes, setup.device
-    )
+    if overridden and (longest := layout.longest(num_blocks)) < max_model_len:
+        logger.warning("max_model_len is limited to %d by --num-gpu-blocks-override", longest)
+        max_model_len = longest
+    memory_budget.require_one_request_fits(cache, num_blocks, max_model_len, layout, setup.device)
     problem = memory_problem(
         cache,
         free=free,
@@ -135,7 +130,9 @@ def choose_size(
         swap=num_host_blocks * block_bytes + num_host_slots * layout.row_bytes,
         tables=0
         if on_gpu
-        else table_bytes(setup.max_num_seqs + 1, max_model_len, cache.block_size),
+        else table_bytes(
+            setup.max_num_seqs + 1, max_model_len, cache.block_size, num_groups=len(layout.groups)
+        ),
         kind="cpu",
     )
     if problem is not None:

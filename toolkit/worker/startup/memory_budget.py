@@ -9,6 +9,7 @@ from toolkit.config import CacheConfig
 from toolkit.config.engine import MEMORY_VARIABLE
 from toolkit.errors import OutOfMemoryError
 from toolkit.hardware.memory import available, other_programs
+from toolkit.models.memory import MemoryLayout
 from toolkit.worker.startup.cache_problem import cache_problem
 
 
@@ -31,14 +32,14 @@ def require_one_request_fits(
     config: CacheConfig,
     num_blocks: int,
     max_model_len: int,
-    block_bytes: int,
+    layout: MemoryLayout,
     device: torch.device,
 ) -> None:
     """Raise OutOfMemoryError, with what to change, if the cache is too small."""
     problem = cache_problem(
         config,
         num_blocks=num_blocks,
-        block_bytes=block_bytes,
+        layout=layout,
         max_model_len=max_model_len,
         on_gpu=device.type == "cuda",
     )

@@ -3,13 +3,16 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
 from toolkit.attention import Backends
 from toolkit.attention.cpu import kernels_support
+from toolkit.cache_group import most_step
 from toolkit.hardware.parent import is_own_process
 from toolkit.lora.adapters import Adapters
+from toolkit.models.config.registry import describe
 from toolkit.models.memory import MemoryLayout, TokenMemory
 from toolkit.models.model import CausalLM, Model
 from toolkit.models.tower import TowerModel
@@ -70,24 +73,36 @@ class RunnerFactory:
         self._cache_dtype, self.backends = choose_attention(setup, model)
         logger.info("attention backend %s", self.backends.why)
         drafts = [] if drafter is None else drafter.model.memory
-        self.layout = MemoryLayout.of(
-            model.memory,
-            self._block_size,
-            self._cache_dtype.itemsize,
-            model.dtype.itemsize,
-            setup.config.cache.state_type,
+        make_layout = partial(
+            MemoryLayout.of,
+            block_size=self._block_size,
+            itemsize=self._cache_dtype.itemsize,
+            row_itemsize=model.dtype.itemsize,
+            state_type=setup.config.cache.state_type,
             drafter=drafts,
             most_drafts=setup.config.speculation.most_drafts,
         )
+        whole = own = make_layout(model.memory)
+        stage = setup.place.stage
+        if stage.count > 1:  # all stages have the same groups
+            ranks = setup.place.group.size
+            whole = make_layout(describe(setup.model_config).memory, num_ranks=ranks)
+        step = most_step(setup.token_budget, setup.config.speculation.most_drafts, stage.count)
+        self.layout = own.with_groups_of(whole.with_groups(setup.max_model_len, step))
 
     @property
     def spare_bytes(self) -> int:
         """Bytes in addition to blocks and states: for positions of drafts, and pictures."""
         num_rows, spare = self._setup.max_num_seqs + 1, 0
         if self._drafter is not None:
-            spare = num_rows * self._drafter.spare_blocks(self._block_size)
+            spare = self._spare_pages(self._drafter, num_rows)
         table = self._sight.table_bytes if self._table is not None and self._sight else 0
         return table + spare * self.layout.drafts.block_bytes
+
+    def _spare_pages(self, drafter: drafters.Loaded, num_rows: int) -> int:
+        """Return the pages of a drafter's cache for positions past the rows' own blocks."""
+        blocks = num_rows * drafter.spare_blocks(self._block_size)
+        return -(-blocks // self.layout.groups[0].blocks_per_page)
 
     def make(self, size: CacheSize) -> Runner:
         """Return a runner. The size is that of the model's cache."""
@@ -116,6 +131,7 @@ class RunnerFactory:
             self._processors,
             active,
             policy.most_step_drafts if is_last else 0,
+            groups=self.layout.groups,
             most_drafts=policy.most_drafts,
             num_state_slots=size.num_state_slots,
             has_axes=self._has_axes,
@@ -162,11 +178,11 @@ class RunnerFactory:
             computing=_computing(self.backends, caches[0]),
         )
 
-    def _cache(self, layout: MemoryLayout, size: CacheSize, num_blocks: int) -> KVCache:
+    def _cache(self, layout: MemoryLayout, size: CacheSize, num_pages: int) -> KVCache:
         return KVCache(
             layout,
-            num_blocks=num_blocks,
-            num_host_blocks=size.num_host_blocks,
+            num_pages=num_pages,
+            num_host_pages=size.num_host_blocks,
             dtype=self._cache_dtype,
             device=self._setup.device,
         )
@@ -179,13 +195,14 @@ class RunnerFactory:
         size: CacheSize,
         features: FeatureRequests | None,
     ) -> tuple[ModelDrafter, KVCache]:
-        """Return a drafter with a model, and its cache, which has a few more blocks."""
+        """Return a drafter with a model, and its cache, which has a few more pages."""
         spare = loaded.spare_blocks(self._block_size)
-        num_blocks = size.num_blocks + spare * len(state.block_table)
-        cache = self._cache(self.layout.drafts, size, num_blocks)
+        num_pages = size.num_blocks + self._spare_pages(loaded, len(state.tables[0]))
+        cache = self._cache(self.layout.drafts, size, num_pages)
         _, backends = choose_attention(self._setup, loaded.model)
         cache.bind(loaded.model, backends)
-        state.set_spare_blocks(size.num_blocks, spare)
+        first = size.num_blocks * self.layout.groups[0].blocks_per_page
+        state.set_spare_blocks(first, spare)
         drafter = ModelDrafter(
             loaded.network,
             state,
@@ -200,7 +217,10 @@ class RunnerFactory:
 
 def _computing(backends: Backends, cache: KVCache) -> Callable[[], AbstractContextManager[None]]:
     """Return the context in which the model runs."""
-    kernels_compute = backends.name == "cpu" and all(map(kernels_support, cache.blocks.values()))
+    sizes = {part.size for memory in cache.layout.of_tokens for part in memory.parts}
+    kernels_compute = backends.name == "cpu" and all(
+        kernels_support(cache.dtype, size) for size in sizes
+    )
     return _single_threaded_torch if kernels_compute and is_own_process() else nullcontext
 
 

@@ -246,7 +246,8 @@ class WarmUp:
         `context`: tokens before them. `is_constrained`: with a grammar that allows all tokens.
         `is_adapted`: with the LoRA adapter of the first slot. `drafts`: with drafts after it."""
         num_requests, longest = len(counts), max(counts)
-        blocks_each = -(-(context + longest) // self._info.block_size)
+        page_tokens = [self._info.block_size * one.blocks_per_page for one in self._info.groups]
+        pages_each = [-(-(context + longest) // tokens) for tokens in page_tokens]
         tokens = np.random.default_rng(0).integers(
             0, self._info.vocab_size, (num_requests, longest)
         )
@@ -269,10 +270,10 @@ class WarmUp:
                     seed=0,
                     output_token_ids=[],
                     num_computed_tokens=context,
-                    # Requests may share blocks here: the contents do not matter.
+                    # Requests may share pages here: the contents do not matter.
                     blocks=[
-                        i % self._info.num_blocks
-                        for i in range(row * blocks_each, (row + 1) * blocks_each)
+                        [i % self._info.num_blocks for i in range(row * each, (row + 1) * each)]
+                        for each in pages_each
                     ],
                     adapter=int(is_adapted),
                 )
