@@ -91,6 +91,8 @@ class LogStyle(msgspec.Struct, frozen=True):
             PROGRESS.handlers, PROGRESS.disabled = [_InPlace()], False
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
         logging.captureWarnings(True)
+        if self.level == "info":  # the hub's library logs each of its requests at this level
+            logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 def writes_json() -> bool:

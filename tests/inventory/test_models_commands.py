@@ -22,7 +22,8 @@ from huggingface_hub import constants, file_download
 from tests.hub import Hub, commit_of
 from tests.server import until
 from toolkit.demo import MODEL_DIR
-from toolkit.inventory import download, removal
+from toolkit.hub import progress
+from toolkit.inventory import removal
 
 CARD = b"---\nlicense: apache-2.0\nlanguage: en\n---\n# A model"
 
@@ -120,7 +121,7 @@ class TestPull:
         ]
 
     def test_lines_show_the_progress_where_there_is_no_terminal(self, tk, monkeypatch):
-        monkeypatch.setattr(download, "INTERVAL", 0.0)
+        monkeypatch.setattr(progress, "INTERVAL", 0.0)
         lines = tk("pull", "org/tiny").stderr.splitlines()
         assert lines[0] == "org/tiny: downloading 7.4 MiB."
         assert re.fullmatch(r"org/tiny: 100% of 7\.4 MiB, \S+ \S+iB/s\.", lines[-1])
@@ -161,11 +162,16 @@ class TestPull:
         assert {Path(path).name for path in fetched} == everything - complete
         assert "model.safetensors" not in complete
 
-    def test_ctrl_c_stops_at_once_and_leaves_no_partial_files(self, hub, environment, tmp_path):
+    @pytest.mark.parametrize(
+        "command", [["pull", "org/tiny"], ["serve", "org/tiny", "--port", "0", "--log-format=text"]]
+    )
+    def test_ctrl_c_stops_at_once_and_leaves_no_partial_files(
+        self, hub, environment, tmp_path, command
+    ):
         """The hub holds the weights back until the process has ended."""
         hub.held = threading.Event()
         process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit", "pull", "org/tiny"],
+            [sys.executable, "-m", "toolkit", *command],
             env=os.environ | environment | {"HF_HUB_OFFLINE": "0"},
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -184,7 +190,9 @@ class TestPull:
             hub.held.set()
             hub.held = None
         assert (process.returncode, stdout) == (130, "")
+        assert "org/tiny: downloading 7.4 MiB." in stderr
         assert stderr.endswith("Stopped. Complete files are kept.\n")
+        assert "Fetching" not in stderr
         assert "Traceback" not in stderr
         assert not list(blobs.glob("*.incomplete"))
 
@@ -246,7 +254,7 @@ class TestPull:
 class TestShow:
     def test_model_on_the_hub_is_described_without_downloading_it(self, hub, tk):
         done = tk("show", "org/tiny", "--json")
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode, done.stderr) == (0, "")
         shown = json.loads(done.stdout)
         config = json.loads((Path(MODEL_DIR) / "config.json").read_text())
         assert shown["config"] == config

@@ -10,6 +10,7 @@ from toolkit.config.engine import DEMO
 from toolkit.errors import CheckpointError
 from toolkit.files import read_json
 from toolkit.gguf.names import labels, models_in, split_name
+from toolkit.hub.progress import without_bars
 from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
 from toolkit.inventory.remote_gguf import read_remote
 from toolkit.lora.files import CONFIG
@@ -83,7 +84,7 @@ def find_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
 
 def _on_hub(name: str, revision: str | None) -> Checkpoint:
     name, quantization = split_name(name)
-    with hub.hub_errors(name, revision):
+    with hub.hub_errors(name, revision), without_bars():
         from huggingface_hub import HfApi, hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
 
@@ -103,7 +104,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
         def read(file: str) -> str:
             if file not in files:
                 return ""
-            with hub.hub_errors(name, revision):
+            with hub.hub_errors(name, revision), without_bars():
                 return Path(hf_hub_download(name, file, revision=revision)).read_text(
                     errors="replace"
                 )

@@ -18,6 +18,7 @@ from typing import Any
 from toolkit.api.http.connections.listener import listen, raise_file_limit
 from toolkit.config import EngineConfig, ServerConfig
 from toolkit.config.engine import DEMO
+from toolkit.hub import download_missing
 from toolkit.logs import LogStyle, flush_stderr, writes_json
 from toolkit.running import RunningServer, State, listed, model_identity
 from toolkit.serving.checks import check_server_settings
@@ -46,6 +47,8 @@ async def serve(engine: EngineConfig, config: ServerConfig, started_at: float) -
         raise_file_limit()
         warn_of_open_adapters(engine, config, listener)
         warn_of_visible_keys(sys.argv)
+        # In the main thread, which Ctrl-C can end. Nothing else runs yet.
+        download_missing(engine.model.model, engine.model.revision)
         front = _make_front_end([ModelSetup(engine, names)], config)
         signals = _Signals()
         try:

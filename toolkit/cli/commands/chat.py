@@ -26,7 +26,7 @@ def chat(config: ChatConfig) -> None:
 
 def prepare_chat(model: str) -> None:
     """Download a model for a private server. Raises ToolkitError if it cannot chat, or is none."""
-    from toolkit.inventory.download import download_missing
+    from toolkit.hub import download_missing
 
     require_chat_template(model)
     download_missing(model)

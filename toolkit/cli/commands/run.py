@@ -56,7 +56,7 @@ def run(
     prompt = _read_prompt(config.prompt, model.model)
     pictures = _read_pictures(config.image)
 
-    from toolkit.inventory.download import download_missing
+    from toolkit.hub import download_missing
 
     engine = EngineConfig(
         model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel

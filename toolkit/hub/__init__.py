@@ -4,8 +4,9 @@ import errno
 import fnmatch
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from toolkit.errors import CheckpointError, ModelNotFoundError, ToolkitError, di
 from toolkit.gguf.file import split_files, split_names
 from toolkit.gguf.folder import is_gguf
 from toolkit.gguf.names import choose, labels, models_in, split_name
+from toolkit.units import size
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _HUB_ADDRESS = re.compile(
@@ -233,33 +235,75 @@ def wanted_files(
     ]
 
 
+def download_missing(model: str | None, revision: str | None = None) -> None:
+    """Download a model of the hub that is not on this machine. Ctrl-C ends the program at once.
+
+    Whoever loads it reports a model that is not found. Raises CheckpointError for a full disk."""
+    if model is None or is_local(model):
+        return
+    if cached_snapshot(model, revision, with_weights=True) is None:
+        from toolkit.hub.progress import exit_on_ctrl_c
+
+        with suppress(ModelNotFoundError), exit_on_ctrl_c(model):
+            fetch(model, revision)
+
+
 def fetch(
     name: str,
     revision: str | None = None,
     *,
     with_weights: bool = True,
     with_card: bool = False,
-    bar: type | None = None,
 ) -> Path:
-    """Download a model and return its folder, or its GGUF file.
+    """Download a model, show the progress, and return its folder, or its GGUF file.
 
-    Cached files are kept, interrupted ones resumed. `with_card`: also README and license. `bar`:
-    tqdm class that shows progress. Raises as `hub_errors` does, and CheckpointError as
-    `choose_gguf` does."""
+    Cached files are kept, interrupted ones resumed. `with_card`: also README and license. Raises as
+    `hub_errors` does, and CheckpointError as `choose_gguf` does, and if the disk is full."""
     name, quantization = split_name(name)
     with hub_errors(name, revision):
         from huggingface_hub import model_info, snapshot_download
 
-        files = [
-            sibling.rfilename for sibling in model_info(name, revision=revision).siblings or []
-        ]
-        gguf = choose_gguf(files, quantization, name)
-        wanted = wanted_files(files, with_weights=with_weights, gguf=gguf)
+        from toolkit.hub.progress import progress_bar
+
+        info = model_info(name, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        gguf = choose_gguf(sizes, quantization, name)
+        wanted = wanted_files(sizes, with_weights=with_weights, gguf=gguf)
+        missing = _missing_bytes(name, info.sha, sizes, wanted)
+        _require_space(name, missing)
         wanted += _CARD if with_card else ()
-        folder = Path(
-            snapshot_download(name, revision=revision, allow_patterns=wanted, tqdm_class=bar)
-        )
+        with progress_bar(name, missing) as bar:
+            folder = Path(
+                snapshot_download(name, revision=revision, allow_patterns=wanted, tqdm_class=bar)
+            )
         return folder if gguf is None else folder / gguf
+
+
+def _missing_bytes(
+    name: str, commit: str | None, sizes: Mapping[str, int], patterns: Sequence[str]
+) -> int:
+    """Return the size of the files of these patterns that are not in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return sum(
+        num_bytes
+        for file, num_bytes in sizes.items()
+        if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)
+        and not isinstance(try_to_load_from_cache(name, file, revision=commit), str)
+    )
+
+
+def _require_space(name: str, num_bytes: int) -> None:
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if num_bytes > free:
+        raise CheckpointError(
+            f"{name} needs {size(num_bytes)} more, and {size(free)} are free in {cache}. Free "
+            f"space with tk rm, or set HF_HOME to store models elsewhere."
+        )
 
 
 def _from_hub(name: str, revision: str | None, *, with_weights: bool = True) -> Path:
