@@ -312,7 +312,7 @@ async def test_dropped_paths_are_images(server, connect, screen, tmp_path, line,
     await handle_line(session, line)
     assert "[image my dot.png 5x3]" in screen.stderr
     if question is None:
-        assert "[image my dot.png 5x3] is attached to the next question." in screen.stderr
+        assert "Attached to the next question: [image my dot.png 5x3]" in screen.stderr
         await handle_line(session, question := "And?")
     *images, text = server.bodies[-1]["messages"][-1]["content"]
     assert text == {"type": "text", "text": question}

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.forked import ForkedProcess
+from tests.pictures.samples import gradient, saved
 from tests.server import until
 from toolkit.chat import store
 from toolkit.chat.history import Conversation
@@ -67,6 +68,37 @@ def test_question_comes_before_piped_text(server, tk, flags, stdin, asked):
     assert tk(*flags, stdin=stdin).stdout == "Hello, wörld.\n"
     assert server.bodies[0]["messages"] == [{"role": "user", "content": asked}]
     assert server.bodies[0]["model"] == "fake"
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "text"),
+    [
+        (("What is this? {path}",), "", "What is this?"),
+        (("fake", "{path}"), "", None),
+        (("Which of these is it? {path}",), "A or B", "Which of these is it?\n\nA or B"),
+    ],
+)
+def test_image_at_the_end_of_the_question_is_attached(server, tk, tmp_path, flags, stdin, text):
+    server.refuse_images = False
+    path = tmp_path / "dot.png"
+    path.write_bytes(saved(gradient(5, 3)))
+    done = tk(*(flag.format(path=path) for flag in flags), stdin=stdin)
+    assert (done.stdout, done.stderr) == ("Hello, wörld.\n", "[image dot.png 5x3]\n")
+    image, *rest = server.bodies[-1]["messages"][0]["content"]
+    assert image["type"] == "image_url"
+    assert rest == ([] if text is None else [{"type": "text", "text": text}])
+
+
+def test_image_that_is_not_attached_is_text(server, tk, tmp_path):
+    path = tmp_path / "dot.png"
+    path.write_bytes(saved(gradient(5, 3)))
+    refused = tk(f"What is {path}", stdin="")
+    assert "fake accepts no images: " in refused.stderr
+    assert "The path is sent as text." in refused.stderr
+    server.refuse_images = False
+    assert tk("Describe it", stdin=f"see {path}").stderr == ""  # anyone may have written it
+    contents = [body["messages"][0]["content"] for body in server.bodies]
+    assert contents[-2:] == [f"What is {path}", f"Describe it\n\nsee {path}"]
 
 
 def test_markdown_and_escape_codes_are_piped_unchanged(server, tk):

@@ -1,7 +1,7 @@
 """Slash commands of the chat."""
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from rich.text import Text
 from toolkit.chat import store
 from toolkit.chat.answers.request import SAMPLING
 from toolkit.chat.history import Conversation, shorten, text_of
-from toolkit.chat.images import read_image, split_images, why_images_are_refused
 from toolkit.chat.screen.clipboard import copy
 from toolkit.chat.session import Session
 from toolkit.config.clients import ChatConfig
@@ -63,7 +62,11 @@ async def handle_line(session: Session, line: str) -> bool:
             return await run_command(session, found[1], (found[2] or "").strip())
         line = line.strip().replace("//", "/", 1) if line.startswith("//") else line
         if session.pending_call is None:
-            line = await _attach_images_in(session, line)
+            rest = await session.attach_images_in(line)
+            if rest != line:
+                lead = "" if rest else "Attached to the next question: "
+                session.terminal.note(f"{lead}{session.images_title}")
+            line = rest
         if line.strip():
             await session.submit(line)
     except ToolkitError as error:
@@ -310,39 +313,8 @@ async def clear(session: Session, argument: str) -> None:
 async def attach_image(session: Session, argument: str) -> None:
     if not argument:
         raise InvalidRequestError("Usage: /image FILE, which attaches it to the next question.")
-    await _attach(session, [Path(argument).expanduser()])
-    session.terminal.note(f"[image {session.images[-1].label}] is attached to the next question.")
-
-
-async def _attach(session: Session, paths: Sequence[Path]) -> None:
-    """Attach image files to the next question.
-
-    Raises InvalidRequestError for other files, and if the model accepts no images."""
-    images = [read_image(path) for path in paths]
-    if reason := await why_images_are_refused(session.client, session.model):
-        raise InvalidRequestError(f"{session.model.name} accepts no images: {reason}")
-    session.model = replace(session.model, accepts_images=True)  # so that it is not tried again
-    session.images += images
-
-
-async def _attach_images_in(session: Session, line: str) -> str:
-    """Attach the images whose paths end a line, and return the rest of the line.
-
-    If there is a rest and the model accepts no images, the line is a question about a path."""
-    rest, paths = split_images(line)
-    if not paths:
-        return line
-    try:
-        await _attach(session, paths)
-    except InvalidRequestError as error:
-        if not rest:
-            raise
-        session.terminal.note(f"{error.message} The path is sent as text.")
-        return line
-    shown = " ".join(f"[image {image.label}]" for image in session.images[-len(paths) :])
-    verb = "is" if len(paths) == 1 else "are"
-    session.terminal.note(shown if rest else f"{shown} {verb} attached to the next question.")
-    return rest
+    await session.attach([Path(argument).expanduser()])
+    session.terminal.note(f"Attached to the next question: {session.images_title}")
 
 
 async def leave(session: Session, argument: str) -> None:

@@ -1,5 +1,6 @@
 """One question from the command line or a pipe. Only the answer goes to stdout."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -14,11 +15,24 @@ INCOMPLETE = 1  # exit codes
 STOPPED = 130
 
 
-async def answer_once(session: Session, question: str, *, is_continued: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question: the prompt of the command line, and piped text."""
+
+    prompt: str
+    piped: str
+
+
+async def answer_once(session: Session, question: Question, *, is_continued: bool) -> int:
     """Ask the question, write the answer and return the exit code.
 
-    `is_continued`: add both to the saved conversation. Raises ServerError if no answer begins."""
-    new = [{"role": "user", "content": question}]
+    `is_continued`: add both to the saved conversation. Raises ServerError if no answer begins, and
+    InvalidRequestError if the question is an image alone and the model accepts none."""
+    # Piped text may come from anyone: its paths are no reason to read files.
+    prompt = await session.attach_images_in(question.prompt)
+    session.terminal.note(session.images_title)
+    text = "\n\n".join(filter(None, (prompt, question.piped)))
+    new = [session.take_question(text)]
     answer = await session.exchange(new, _make_display(session))
     if answer.error is not None and answer.is_empty:
         raise ServerError(answer.error + session.config.word_hint)

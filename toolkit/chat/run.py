@@ -16,6 +16,7 @@ from toolkit.chat import store
 from toolkit.chat.answers.client import Address, ChatClient, ModelInfo
 from toolkit.chat.kept import can_keep_servers, kept_server, kept_servers
 from toolkit.chat.local import POLL, exit_on_signals, local_server
+from toolkit.chat.once import Question, answer_once
 from toolkit.chat.screen.starting import show_progress
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.chat.session import Session
@@ -71,7 +72,7 @@ async def _chat(
     terminal: Terminal,
     address: Address,
     model: ModelInfo,
-    question: str | None,
+    question: Question | None,
     saved: store.SavedConversation | None,
 ) -> int:
     client = ChatClient(address)
@@ -82,8 +83,6 @@ async def _chat(
         with terminal.keyboard.hidden_input():
             if question is None:
                 return await _converse(session, saved)
-            from toolkit.chat.once import answer_once
-
             if saved is not None:
                 session.start_conversation(saved.conversation, saved.path)
             return await answer_once(session, question, is_continued=saved is not None)
@@ -148,13 +147,13 @@ def _names_model(word: str, config: ChatConfig) -> bool:
     return False
 
 
-def _read_question(config: ChatConfig) -> str | None:
-    """Return the prompt and piped text, joined; None if the chat is interactive."""
+def _read_question(config: ChatConfig) -> Question | None:
+    """Return the prompt and piped text; None if the chat is interactive."""
     piped = read_piped()
     if piped is not None and not piped.strip() and not config.prompt:
         raise ConfigError(_no_question(config.model), param="prompt")
-    parts = [as_text(config.prompt or ""), (piped or "").strip()]
-    return "\n\n".join(filter(None, parts)) or None
+    question = Question(as_text(config.prompt or ""), (piped or "").strip())
+    return question if question.prompt or question.piped else None
 
 
 def _no_question(model: str | None) -> str:

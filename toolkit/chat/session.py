@@ -1,5 +1,6 @@
 """State of a chat: the conversation, its settings, and the question being entered."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,18 @@ from toolkit.chat.answers.exchange import exchange
 from toolkit.chat.answers.request import request_body
 from toolkit.chat.context import ContextGauge, asks
 from toolkit.chat.history import Conversation, shorten, text_of
-from toolkit.chat.images import AttachedImage
+from toolkit.chat.images import (
+    AttachedImage,
+    read_image,
+    split_images,
+    why_images_are_refused,
+)
 from toolkit.chat.screen.display import Display, display_for
 from toolkit.chat.screen.signals import Signals
 from toolkit.chat.screen.terminal import Terminal
 from toolkit.config.clients import ChatConfig
 from toolkit.console import as_text
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError, InvalidRequestError, ToolkitError
 
 
 class Session:
@@ -45,16 +51,49 @@ class Session:
         if self.pending_call is not None:
             await self._add_tool_result(self.pending_call, text)
             return
-        content: str | list[Message] = text
-        if self.images:
-            content = [*(one.to_part() for one in self.images), {"type": "text", "text": text}]
-        message = {"role": "user", "content": content}
-        self.images = []
+        message = self.take_question(text)
         if self.is_editing:
             self.is_editing = False
             await self.ask_again([message])
         else:
             await self.ask([message])
+
+    def take_question(self, text: str) -> Message:
+        """Return the message of a question, with the images attached to it."""
+        images, self.images = [one.to_part() for one in self.images], []
+        parts = [*images, {"type": "text", "text": text}] if text else images
+        return {"role": "user", "content": parts if images else text}
+
+    @property
+    def images_title(self) -> str:
+        """Labels of the images that are attached to the next question."""
+        return " ".join(f"[image {image.label}]" for image in self.images)
+
+    async def attach(self, paths: Sequence[Path]) -> None:
+        """Attach image files to the next question.
+
+        Raises InvalidRequestError for other files, and if the model accepts no images."""
+        images = [read_image(path) for path in paths]
+        if reason := await why_images_are_refused(self.client, self.model):
+            raise InvalidRequestError(f"{self.model.name} accepts no images: {reason}")
+        self.model = replace(self.model, accepts_images=True)  # so that it is not tried again
+        self.images += images
+
+    async def attach_images_in(self, line: str) -> str:
+        """Attach the images whose paths end a line, and return the rest of the line.
+
+        If there is a rest and the model accepts no images, the line is a question about a path."""
+        rest, paths = split_images(line)
+        if not paths:
+            return line
+        try:
+            await self.attach(paths)
+        except InvalidRequestError as error:
+            if not rest:
+                raise
+            self.terminal.note(f"{error.message} The path is sent as text.")
+            return line
+        return rest
 
     async def ask(self, new: list[Message]) -> Answer:
         """Send new messages, and show and save the answer, even if it is incomplete.
