@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,10 @@ SPECULATION = {"method": "ngram", "num_speculative_tokens": 3}
          {"speculative_config": SPECULATION}),
         ("--hf-overrides.a.b 1k --hf-overrides.a.c=x --hf-overrides.d+ e,f",
          {"hf_overrides": {"a": {"b": 1000, "c": "x"}, "d": ["e", "f"]}}),
+        ("--limit-mm-per-prompt.image 2 --limit-mm-per-prompt video=0",
+         {"limit_mm_per_prompt": {"image": 2, "video": 0}}),
+        ("--max-logprobs 20 --override-generation-config.max_new_tokens 1k",
+         {"max_logprobs": 20, "override_generation_config": {"max_new_tokens": 1000}}),
         ("-O3 --optimization-level 1 --cudagraph-capture-sizes 1 2 4 --port 1", {"port": 1}),
         ("--max-num-active-seqs 4 --max-num-seqs 8", {"max_num_seqs": 4}),
         ("--no-enable-sleep-mode --disable-log-deltas --generation-config auto", {}),
@@ -246,6 +251,13 @@ def test_notes_are_warnings(tk_here: Callable[..., Any], caplog: pytest.LogCaptu
     assert done.returncode == 0
     assert caplog.messages == ["--disable-tqdm has no effect. Progress is shown on terminals."]
     assert json.loads(done.stdout)["bench serve"]["url"]["value"] == "--disable-shuffle"
+
+
+def test_download_dir_is_the_cache_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HF_HUB_CACHE", "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    assert settings("serve", ["--download-dir", "models"]) == {}
+    assert os.environ["HF_HUB_CACHE"] == str(tmp_path / "models")
 
 
 def test_words_of_a_subcommand_and_values_are_left_alone():

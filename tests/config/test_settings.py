@@ -59,7 +59,11 @@ class TestPrecedence:
         assert resolve(rows, {})["rope_scaling"] == scaling
         text = '{"rope_type": "yarn", "factor": 2}'
         assert resolve(rows, {}, {"TK_ROPE_SCALING": text})["rope_scaling"]["factor"] == 2
-        for wrong, words in (("{", "not valid JSON"), ("[1]", "must be a JSON object")):
+        for wrong, words in (
+            ("{", "not valid JSON"),
+            ("[1]", "must be a JSON object"),
+            ("a", "not valid JSON"),
+        ):
             with pytest.raises(ConfigError, match=f"TK_ROPE_SCALING .*{words}"):
                 resolve(rows, {}, {"TK_ROPE_SCALING": wrong})
 
@@ -246,7 +250,8 @@ class TestValues:
             ('{"image": 3, "audio": 0}', 3),
             ('{"video": 0}', 4),
             ("image=2,video=1", None),
-            ("image", None),
+            ({"image": 5}, 5),
+            ("image=", None),
             ('{"image": true}', None),
             ('{"image": 1025}', None),
         ],

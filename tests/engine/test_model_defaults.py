@@ -8,10 +8,10 @@ import pytest
 
 from tests import checkpoints
 from tests.models.gguf_models import write_model
-from toolkit import LLM, SamplingParams
+from toolkit import LLM, BeamSearchParams, SamplingParams
 from toolkit.config import ModelConfig
-from toolkit.engine.front.input_processor import load_default_sampling
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.engine.front.input_processor import load_default_sampling, load_output_limit
+from toolkit.errors import CheckpointError, ConfigError, InvalidRequestError
 from toolkit.inventory.card import sampling
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.sampling.params import describe_sampling
@@ -66,6 +66,42 @@ def test_settings_replace_the_models_defaults(folder, tmp_path):
     assert load_default_sampling(folder, chosen) == {"top_k": 9}
     with pytest.raises(ConfigError, match=r"unknown field 'temp'; known: .* Did you mean"):
         ModelConfig(override_generation_config={"temp": 0.1})
+
+
+def test_only_the_operator_limits_the_output_of_requests(folder, tmp_path):
+    write_defaults(folder, max_new_tokens=5)
+    other = tmp_path / "other"
+    other.mkdir()
+    write_defaults(other, max_new_tokens=6)
+    for settings, limit in (
+        ({}, None),
+        ({"generation_config": str(other)}, 6),
+        ({"generation_config": str(other), "override_generation_config": {"max_new_tokens": 3}}, 3),
+    ):
+        assert load_output_limit(folder, ModelConfig(**settings)) == limit
+    for wrong in (0, "5", 1.5):
+        with pytest.raises(ConfigError, match="max_new_tokens must be a whole number of at least"):
+            ModelConfig(override_generation_config={"max_new_tokens": wrong})
+    write_defaults(other, max_new_tokens=0)
+    with pytest.raises(CheckpointError, match="max_new_tokens must be a whole number of at least"):
+        load_output_limit(folder, ModelConfig(generation_config=str(other)))
+
+
+def test_limits_of_all_requests(folder):
+    settings = {"override_generation_config": {"max_new_tokens": 3}, "max_logprobs": 4}
+    llm = LLM(str(folder), device="cpu", **settings)
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    for asked in (2, 3, 50, None):
+        params = SamplingParams(max_tokens=asked, ignore_eos=True, logprobs=4)
+        [answer] = llm.generate(prompt, params, use_tqdm=False)[0].outputs
+        assert len(answer.token_ids) == (2 if asked == 2 else 3)
+    [found] = llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=50))
+    assert all(len(beam.token_ids) <= 3 for beam in found.outputs)
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(InvalidRequestError, match=rf"{name} must be at most 4 \(--max-log"):
+            llm.generate(prompt, SamplingParams(**{name: 5}), use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"is 5\. The maximum is 4 \(--max-logprobs\)"):
+        llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=5))
 
 
 def test_do_sample_false_is_greedy(folder):

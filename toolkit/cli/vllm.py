@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.fields import Option, parse_int
-from toolkit.config.vllm import BENCH, DEFAULTS, SERVE, Note, Outcome, Refusal, Table, Use
+from toolkit.config.fields import Option, parse_field, parse_int
+from toolkit.config.vllm import BENCH, DEFAULTS, SERVE, Note, Outcome, Refusal, Table, Use, Variable
 from toolkit.errors import ConfigError
 
 TABLES: Mapping[str, Table] = {"serve": SERVE, "bench serve": BENCH}
@@ -48,8 +49,9 @@ def translate(
     `command`: the words of a command, without the program's name. The words of a subcommand, after
     those of a group, are left alone. For all commands, underscores in a flag count as dashes,
     `--disable-x` is the opposite of `--enable-x`, and `--flag.key value` sets a field of a JSON
-    object. Raises ConfigError with all flags that the command's table refuses, for a flag in the
-    place of a value, and for a YAML file that cannot be read."""
+    object. Flags that stand for environment variables set them. Raises ConfigError with all flags
+    that the command's table refuses, for a flag in the place of a value, and for a YAML file that
+    cannot be read."""
     translation = _Translation(settings, rules_of(command), stops_at_word=is_group)
     return translation.run(words if is_group else _with_yaml(words)), translation.notes
 
@@ -108,6 +110,7 @@ class _Translation:
         self._fields: dict[str, dict[str, Any]] = {}  # of objects, by flag
         self._values: dict[str, str] = {}  # of the table's flags, by name without dashes
         self._later: list[tuple[Use, str]] = []
+        self._variables: dict[str, str] = {}
 
     def run(self, words: Sequence[str]) -> list[str]:
         """Return the words with tk's flags."""
@@ -132,6 +135,7 @@ class _Translation:
         if self._refused:
             lines = "\n".join(f"tk has no {shown}. {why}" for shown, why in self._refused)
             raise ConfigError(lines, param=self._refused[0][0].partition(" ")[0])
+        os.environ.update(self._variables)
         before, after = self._ordered(-1), self._ordered(1)
         return [*self._with_fields([*before, *found, *after]), *rest]
 
@@ -180,6 +184,8 @@ class _Translation:
                 found += [name, text]
             case Note(reason):
                 self.notes.append(f"{shown} has no effect. {reason}.")
+            case Variable(variable):
+                self._variables[variable] = os.path.abspath(os.path.expanduser(text))
             case Refusal(advice):
                 self._refused.append((shown, advice))
             case Use() if outcome.order:
@@ -226,7 +232,7 @@ class _Translation:
     def _set_field(self, name: str, path: str, text: str) -> None:
         """Set a field of an object. `--flag.key+ a,b` appends to a list."""
         keys = path[1:].removesuffix("+").split(".")
-        value: Any = text.split(",") if path.endswith("+") else _field_value(text)
+        value: Any = text.split(",") if path.endswith("+") else parse_field(text)
         inner = self._fields.setdefault(name, {})
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
@@ -256,17 +262,6 @@ _OFF = Note("That is off in tk")
 
 def _joined(name: str, value: str | None) -> str:
     return name if value is None else f"{name}={value}"
-
-
-def _field_value(text: str) -> Any:
-    """Return the value of a field: JSON, a number such as 8k, or text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        try:
-            return parse_int(text)
-        except ValueError:
-            return text
 
 
 def _merged(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

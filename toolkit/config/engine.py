@@ -19,8 +19,11 @@ DEMO = "tk-demo"
 MAX_GIB = 2.0**20  # more than any machine has; rejects infinity
 MAX_SEED = 2**63 - 1  # also for requests
 MAX_PICTURES = 4  # in a prompt, by default
+MAX_LOGPROBS = 100  # of a token
 REQUEST_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that a model's generation_config.json sets for requests without them."""
+OUTPUT_LIMIT = "max_new_tokens"
+"""Field of --override-generation-config that limits the output tokens of all requests."""
 ENGINE_VARIABLE = "TOOLKIT_ENGINE"
 """Environment variable with an engine process's index among --data-parallel-size engines."""
 MEMORY_VARIABLE = "TOOLKIT_MEMORY"
@@ -111,8 +114,16 @@ class ModelConfig:
     override_generation_config: Mapping[str, Any] | None = option(
         None,
         'Defaults of requests that replace those, as a JSON object such as {"temperature": 0.6}. '
-        f"Fields: {', '.join(REQUEST_DEFAULTS)}.",
+        f"Fields: {', '.join(REQUEST_DEFAULTS)}. {OUTPUT_LIMIT} limits the output tokens of every "
+        "request, also of those that ask for more.",
         metavar="JSON",
+    )
+    max_logprobs: int = option(
+        MAX_LOGPROBS,
+        "Most log-probabilities of a token that a request may ask for, its prompt's too. Beam "
+        "search needs as many as it has beams and end tokens.",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
     )
     seed: int = option(
         0,
@@ -123,13 +134,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
-        for name in self.override_generation_config or {}:
-            if name not in REQUEST_DEFAULTS:
+        known = (*REQUEST_DEFAULTS, OUTPUT_LIMIT)
+        overrides = self.override_generation_config or {}
+        for name in overrides:
+            if name not in known:
                 raise ConfigError(
                     f"--override-generation-config: unknown field {name!r}; known: "
-                    f"{', '.join(REQUEST_DEFAULTS)}.{did_you_mean(name, REQUEST_DEFAULTS)}",
+                    f"{', '.join(known)}.{did_you_mean(name, known)}",
                     param="override_generation_config",
                 )
+        limit = overrides.get(OUTPUT_LIMIT, 1)
+        if type(limit) is not int or limit < 1:
+            raise ConfigError(
+                f"--override-generation-config: {OUTPUT_LIMIT} must be a whole number of at least "
+                f"1; got {limit!r}.",
+                param="override_generation_config",
+            )
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -458,10 +478,10 @@ def _adapters(modules: Iterable[str]) -> dict[str, _Module]:
 class PictureConfig:
     """Pictures in prompts."""
 
-    limit_mm_per_prompt: str = option(
-        f"image={MAX_PICTURES}",
-        "Most pictures in one prompt, as image=4 or in JSON. image=0: the model reads text alone, "
-        "and its tower takes no memory.",
+    limit_mm_per_prompt: Mapping[str, Any] | None = option(
+        None,
+        'Most pictures in one prompt, as image=4 or {"image": 4}. image=0: the model reads text '
+        f"alone, and its tower takes no memory. Default: image={MAX_PICTURES}.",
         metavar="image=N",
         subject="Pictures",
     )
@@ -492,34 +512,21 @@ class PictureConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
-        self._parse()
+        limits = self.limit_mm_per_prompt or {}
+        others = any(number for kind, number in limits.items() if kind != "image")
+        number = self.most_pictures
+        if others or type(number) is not int or not 0 <= number <= 1024:
+            raise ConfigError(
+                f'--limit-mm-per-prompt must be like image=4 or {{"image": 4}}, at most 1024, and '
+                f"other kinds 0; got {json.dumps(limits)}.",
+                param="limit_mm_per_prompt",
+            )
 
     @property
     def most_pictures(self) -> int:
         """Most pictures in one prompt."""
-        return self._parse()
-
-    def _parse(self) -> int:
-        text = self.limit_mm_per_prompt.strip()
-        try:
-            found = json.loads(text) if text.startswith("{") else _numbers(text)
-        except ValueError:
-            found = {"image": text}
-        others = any(number for kind, number in found.items() if kind != "image")
-        number = found.get("image", MAX_PICTURES)
-        if others or type(number) is not int or not 0 <= number <= 1024:
-            raise ConfigError(
-                f'--limit-mm-per-prompt must be like image=4 or {{"image": 4}}, at most 1024, and '
-                f"other kinds 0; got {text!r}.",
-                param="limit_mm_per_prompt",
-            )
+        number: int = (self.limit_mm_per_prompt or {}).get("image", MAX_PICTURES)
         return number
-
-
-def _numbers(text: str) -> dict[str, int]:
-    """Parse `image=4,video=0`. Raises ValueError."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    return {kind.strip(): int(number) for kind, _, number in pairs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

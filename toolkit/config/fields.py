@@ -137,6 +137,8 @@ class Option:
             return None
         if self.type is tuple:
             return self._check_list(value, source)
+        if self.type is dict and isinstance(value, str):
+            value = self._parse_object(value, source)
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
@@ -172,15 +174,22 @@ class Option:
             )
         return tuple(values)
 
+    def _parse_object(self, text: str, source: str) -> Any:
+        """Parse an object: JSON, or fields such as `image=4,video=0`."""
+        if re.fullmatch(r"\s*\w+=[^{[]*", text):
+            pairs = [part.partition("=") for part in text.split(",")]
+            return {key.strip(): parse_field(value.strip()) for key, _, value in pairs}
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{source} is not valid JSON: {error}. It got {text!r}.", param=self.name
+            ) from None
+
     def parse(self, text: str, source: str) -> Any:
         """Parse the text of a variable or a flag. Raises ConfigError that names `source`."""
         if self.type is dict:
-            try:
-                return self.check(json.loads(text), source)
-            except json.JSONDecodeError as error:
-                raise ConfigError(
-                    f"{source} is not valid JSON: {error}. It got {text!r}.", param=self.name
-                ) from None
+            return self.check(text, source)
         if self.type is tuple:
             if text.lstrip().startswith("["):
                 return self.check(_parse_list(text), source)
@@ -215,6 +224,17 @@ def parse_int(text: str) -> int:
     if not number.is_integer():
         raise ValueError(f"{text} is not a whole number")
     return int(number)
+
+
+def parse_field(text: str) -> Any:
+    """Return the value of an object's field: JSON, a number such as 8k, or text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        try:
+            return parse_int(text)
+        except ValueError:
+            return text
 
 
 def _parse_list(text: str) -> Any:

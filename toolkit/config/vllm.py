@@ -30,6 +30,13 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
+class Variable:
+    """The environment variable of another program that a flag with a folder sets."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A sentence that says why a flag has no effect."""
 
@@ -43,7 +50,7 @@ class Refusal:
     advice: str
 
 
-Outcome = Use | Note | Refusal
+Outcome = Use | Variable | Note | Refusal
 Table = tuple[tuple[Outcome, str], ...]
 
 COMMANDS = {"bench throughput": "bench offline"}
@@ -98,6 +105,7 @@ SERVE: Table = (
     (Use("--speculative-config.prompt_lookup_min {}"), "--ngram-prompt-lookup-min="),
     (Use("--hf-overrides.rope_theta {}"), "--rope-theta="),
     (Use("--enforce-eager"), "--optimization-level=0 -O=0"),
+    (Variable("HF_HUB_CACHE"), "--download-dir="),
     # --- accepted, without an effect: tk does it always, or in another way
     (
         Note("The format of quantized weights is read from the checkpoint"),
@@ -136,7 +144,6 @@ SERVE: Table = (
         "--logprobs-mode=raw_logprobs",
     ),
     (Note("The usage of an answer always has them"), "--enable-prompt-tokens-details"),
-    (Note("Requests may ask for up to 100 log-probabilities of a token"), "--max-logprobs="),
     (Note("GET /load always works"), "--enable-server-load-tracking"),
     (Note("GET /tokenizer_info always works"), "--enable-tokenizer-info-endpoint"),
     (Note("Answers always have the header X-Request-Id"), "--enable-request-id-headers"),
@@ -262,10 +269,6 @@ SERVE: Table = (
     ),
     (Refusal("Code comes from the folder of --revision."), "--code-revision="),
     (Refusal("ps would show it. Set the variable HF_TOKEN."), "--hf-token="),
-    (
-        Refusal("Set the variable HF_HUB_CACHE, which 'tk pull' and 'tk models' read too."),
-        "--download-dir=",
-    ),
     (Refusal("Give its fields as --hf-overrides."), "--hf-config-path= "),
     (Refusal("Only config.json is read."), "--config-format="),
     (Refusal("Use a checkpoint with tokenizer.json."), "--tokenizer-mode="),
@@ -396,6 +399,10 @@ SERVE: Table = (
     (
         Refusal("Windows are as the model has them; --hf-overrides changes config.json."),
         "--disable-sliding-window",
+    ),
+    (
+        Refusal("Give the largest number that requests ask for, up to 100."),
+        "--max-logprobs=-1",
     ),
     (Refusal("Log-probabilities are those before sampling."), "--logprobs-mode="),
     (

@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from toolkit.engine.outputs import (
     CompletionOutput,
     LogprobList,
@@ -19,7 +21,8 @@ from toolkit.engine.outputs import (
     pack_record,
 )
 from toolkit.errors import InvalidRequestError
-from toolkit.sampling.params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from toolkit.sampling.params import BeamSearchParams, SamplingParams
+from toolkit.sequence import SequenceSpec
 from toolkit.text.tokenizer import Tokenizer
 
 
@@ -39,19 +42,20 @@ class BeamSearch:
     While it is not `is_finished`, run a request for each of `prompts` with `step_params`, and pass
     the reported log-probabilities to `advance`."""
 
-    def __init__(
-        self, prompt_token_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, spec: SequenceSpec, params: BeamSearchParams, max_logprobs: int) -> None:
+        """`spec`: of a request for `params.max_tokens` tokens of the prompt."""
+        prompt_token_ids, eos_token_ids = spec.prompt_token_ids, spec.eos_token_ids
+        params = msgspec.structs.replace(params, max_tokens=spec.max_tokens)
         ends = () if params.ignore_eos else eos_token_ids
         self._prompt = prompt_token_ids
         self._params = params
         self._ends = frozenset([*ends, *(params.stop_token_ids or ())])
         # Suffices if all continuing beams descend from the same beam.
         num_candidates = params.beam_width + len(self._ends)
-        if num_candidates > MAX_LOGPROBS:
+        if num_candidates > max_logprobs:
             raise InvalidRequestError(
                 f"beam_width plus the number of end tokens is {num_candidates}. "
-                f"The maximum is {MAX_LOGPROBS}."
+                f"The maximum is {max_logprobs} (--max-logprobs)."
             )
         self.step_params = SamplingParams(
             max_tokens=1,

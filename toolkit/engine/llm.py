@@ -228,8 +228,7 @@ class LLM:
         ]
         require_text(checked)
         searches = [
-            BeamSearch(one.request.spec.prompt_token_ids, params, one.request.spec.eos_token_ids)
-            for one in checked
+            BeamSearch(one.request.spec, params, self.config.model.max_logprobs) for one in checked
         ]
         while running := [search for search in searches if not search.is_finished]:
             beams: list[Prompt] = [beam for search in running for beam in search.prompts]

@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 
-from toolkit.config.engine import REQUEST_DEFAULTS
+from toolkit.config.engine import MAX_LOGPROBS, REQUEST_DEFAULTS
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.structured_outputs import THINK_END as THINK_END
 from toolkit.sampling.structured_outputs import THINK_START as THINK_START
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
-MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
 MAX_TEXT = 16_384  # characters of all `stop` strings, and of all `bad_words`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from toolkit.config.vllm import BENCH, GIB, SERVE, Note, Refusal, Table, Use
+from toolkit.config.vllm import BENCH, GIB, SERVE, Note, Refusal, Table, Use, Variable
 
 WIDTH = 100
 
@@ -56,14 +56,16 @@ def _names(table: Table) -> str:
     rows = [
         f"| {_listed(flag)} | {_spelled(outcome)} |\n"
         for outcome, flags in table
-        if isinstance(outcome, Use) and outcome.flags
+        if isinstance(outcome, Variable) or (isinstance(outcome, Use) and outcome.flags)
         for flag in flags.split()
     ]
     return "| vLLM | tk |\n|---|---|\n" + "".join(rows)
 
 
-def _spelled(use: Use) -> str:
+def _spelled(use: Use | Variable) -> str:
     """Return tk's flags as code, without a value that is that of vLLM's flag."""
+    if isinstance(use, Variable):
+        return f"the variable `{use.name}`, which `tk pull` and `tk models` read too"
     unit = ", in GiB" if use.divisor == GIB else ""
     return f"`{use.flags.removesuffix(' {}').replace('{}', 'VALUE')}`{unit}"
 

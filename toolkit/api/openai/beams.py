@@ -129,7 +129,7 @@ async def start_beams(
     streams = []
     for index, (text, request, _) in enumerate(prepared):
         token_ids = request.spec.prompt_token_ids
-        search = BeamSearch(token_ids, params, request.spec.eos_token_ids)
+        search = BeamSearch(request.spec, params, engine.config.model.max_logprobs)
         state = RequestState(f"{name}-{index}", text, token_ids, search.step_params)
         streams.append(
             BeamStream(target, search, state, num_answers, priority, skip_special_tokens)

@@ -60,7 +60,7 @@ def run(
 
     engine = EngineConfig(
         model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
-    ).with_settings(max_num_seqs=1, limit_mm_per_prompt=f"image={len(pictures)}")
+    ).with_settings(max_num_seqs=1, limit_mm_per_prompt={"image": len(pictures)})
     download_missing(model.model, model.revision)
     with _starting(model.model or DEMO):
         from toolkit.engine.llm import LLM

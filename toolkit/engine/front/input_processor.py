@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
-from toolkit.config.engine import ModelConfig
+from toolkit.config.engine import OUTPUT_LIMIT, ModelConfig
 from toolkit.engine.front.features import FeatureSource
 from toolkit.engine.front.picture_places import (
     count_pictures,
@@ -74,6 +74,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.info, self.pictures = info, pictures
         self.default_sampling = load_default_sampling(folder, model)
+        self._max_output = load_output_limit(folder, model)
+        self._max_logprobs = model.max_logprobs
         self.model_type = load_model_type(folder)
         self._processors = {plugin: plugin.load() for plugin in info.logits_processors}
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
@@ -119,6 +121,13 @@ class InputProcessor:
             )
         if params.stop:
             self.require_tokenizer()
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise InvalidParamError(
+                    name,
+                    f"must be at most {self._max_logprobs} (--max-logprobs); got "
+                    f"{getattr(params, name)}.",
+                )
         params = self.tokenize_bad_words(params)
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             self._check_tokens(name, getattr(params, name) or ())
@@ -317,6 +326,8 @@ class InputProcessor:
         room = limit - num_prompt_tokens
         # The engine generates at least one token: see `OutputProcessor`.
         max_tokens = max(1, room if params.max_tokens is None else params.max_tokens)
+        if self._max_output is not None:
+            max_tokens = min(max_tokens, self._max_output)
         if params.ends_with_context:
             return min(max_tokens, max(1, room))
         if max_tokens > room:
@@ -338,7 +349,32 @@ def load_default_sampling(folder: Path, model: ModelConfig) -> dict[str, Any]:
     They are those of a generation_config.json, replaced by those of the command line.
     `do_sample: false` means greedy decoding. Raises CheckpointError for values out of range, and
     ConfigError if the folder of --generation-config has no such file."""
-    source, overrides = model.generation_config, model.override_generation_config or {}
+    path, given = _generation_config(folder, model)
+    try:
+        return default_sampling({**given, **(model.override_generation_config or {})})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None
+
+
+def load_output_limit(folder: Path, model: ModelConfig) -> int | None:
+    """Return the most output tokens of a request. None: no limit but the context.
+
+    Only the operator sets one: by --override-generation-config, or in the file of
+    --generation-config. Raises as `load_default_sampling` does."""
+    path, given = _generation_config(folder, model)
+    limit = given.get(OUTPUT_LIMIT) if model.generation_config is not None else None
+    limit = (model.override_generation_config or {}).get(OUTPUT_LIMIT, limit)
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise CheckpointError(
+            f"{path} cannot be used: {OUTPUT_LIMIT} must be a whole number of at least 1; got "
+            f"{limit!r}."
+        )
+    return limit
+
+
+def _generation_config(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Any]]:
+    """Return the path and the content of the generation_config.json that the settings choose."""
+    source = model.generation_config
     path = (folder if source is None else Path(source).expanduser()) / "generation_config.json"
     text = None if source == "none" else read_file(path.parent, path.name)
     if text is None and source not in (None, "none"):
@@ -347,8 +383,8 @@ def load_default_sampling(folder: Path, model: ModelConfig) -> dict[str, Any]:
             param="generation_config",
         )
     try:
-        return default_sampling({**parse_json(text or "{}"), **overrides})
-    except (ValueError, TypeError, AttributeError) as error:
+        return path, dict(parse_json(text or "{}"))
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None
 
 
