@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from toolkit.client.wire import ServerError
 from toolkit.errors import ConfigError
+from toolkit.pem import require_certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,9 @@ class Trust:
 
     def context(self) -> ssl.SSLContext:
         """Return the TLS context. Raises ConfigError for a --cacert that cannot be used."""
-        try:
-            context = ssl.create_default_context(cafile=self.cacert)
-        except OSError as error:  # also ssl.SSLError
-            raise ConfigError(
-                f"--cacert {self.cacert} cannot be used: {error.strerror or error}.", param="cacert"
-            ) from None
+        if self.cacert is not None:
+            require_certificate("--cacert", self.cacert)
+        context = ssl.create_default_context(cafile=self.cacert)
         if self.insecure:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE

@@ -37,7 +37,9 @@ class ServerConfig:
         metavar="FILE",
     )
     root_path: str = option(
-        "", "Path under which a proxy publishes the server, such as /llm. The proxy must strip it."
+        "",
+        "Path under which a proxy publishes the server, such as /llm. The proxy may strip it "
+        "or not.",
     )
     served_model_name: tuple[str, ...] = option(
         (),

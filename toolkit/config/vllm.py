@@ -115,7 +115,10 @@ SERVE: Table = (
     ),
     (Note("Long prompts are always computed in parts"), "--enable-chunked-prefill"),
     (
-        Note("Tools work with any chat template; --tool-call-parser none turns them off"),
+        Note(
+            "Tools are on unless --tool-call-parser is none; its default, auto, works with any "
+            "chat template"
+        ),
         "--enable-auto-tool-choice",
     ),
     (

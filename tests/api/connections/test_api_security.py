@@ -21,6 +21,9 @@ from tests.api.conftest import CONTEXT
 from tests.local import LocalServer
 from tests.server import WAIT, Client, Process, Server, gone, put_under_load, until
 from toolkit import __version__
+from toolkit.api.http.connections.listener import tls
+from toolkit.config import ServerConfig
+from toolkit.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"
 SHORT = {"prompt": [1, 2], "max_tokens": 1}
@@ -182,6 +185,17 @@ def test_every_response_has_security_headers(guarded: Server) -> None:
 def test_the_documentation_includes_the_root_path(guarded: Server) -> None:
     assert guarded.http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert "/llm/openapi.json" in guarded.http.get("/docs").text
+
+
+def test_the_root_path_may_be_left_in_the_path(guarded: Server) -> None:
+    """Some proxies strip it, others do not. Access is that of the path without it."""
+    assert guarded.http.get("/llm/health").status_code == 200
+    for path, status in ((f"/llm{COMPLETIONS}", 200), (f"/llm/llm{COMPLETIONS}", 404)):
+        answer = guarded.http.post(path, json=SHORT, headers=bearer("first"))
+        assert answer.status_code == status
+        error(guarded.http.post(path, json=SHORT), 401)
+    error(guarded.http.get("/llmhealth", headers=bearer("first")), 404)
+    assert guarded.http.post("/llm/reset_prefix_cache", headers=bearer("first")).status_code == 403
 
 
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
@@ -485,6 +499,40 @@ def test_http_1_0_gets_no_chunks_and_a_closed_connection(server: Server, body: d
 
 
 # ---- TLS and Unix sockets
+
+
+def test_tls_files_that_cannot_be_used_are_named_with_the_reason(tmp_path: Path) -> None:
+    identity = trustme.CA().issue_cert("127.0.0.1")
+    key, certificate = identity.private_key_pem.bytes(), identity.cert_chain_pems[0].bytes()
+    other = trustme.CA().issue_cert("127.0.0.1").private_key_pem.bytes()
+    locked = key.replace(b"BEGIN PRIVATE", b"BEGIN ENCRYPTED PRIVATE").replace(
+        b"BEGIN EC PRIVATE KEY-----\n",
+        b"BEGIN EC PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,00\n\n",
+    )
+    der = ssl.PEM_cert_to_DER_cert(certificate.decode())
+    paths = {name: str(tmp_path / name) for name in ("cert.pem", "key.pem", "ca.pem")}
+    settings = {
+        "ssl_certfile": paths["cert.pem"],
+        "ssl_keyfile": paths["key.pem"],
+        "ssl_ca_certs": paths["ca.pem"],
+    }
+    good = {"cert.pem": certificate, "key.pem": key, "ca.pem": certificate}
+    for name, content, flag, reason in (
+        ("key.pem", other, "keyfile", "not the key of the first certificate in --ssl-certfile"),
+        ("key.pem", locked, "keyfile", "the key is encrypted, .* openssl pkey -in"),
+        ("key.pem", key[:80], "keyfile", "the private key in it is damaged"),
+        ("key.pem", certificate, "keyfile", "it has a certificate and no private key"),
+        ("key.pem", b"sesame", "keyfile", "it has no PEM private key"),
+        ("cert.pem", b"hello", "certfile", "begins with a line -----BEGIN CERTIFICATE-----"),
+        ("cert.pem", certificate[:200], "certfile", "a certificate in it is damaged"),
+        ("cert.pem", key, "certfile", "it has a private key and no certificate"),
+        ("cert.pem", der, "certfile", "the binary format DER .* openssl x509 -inform der"),
+        ("ca.pem", b"", "ca-certs", "it has no PEM certificate"),
+    ):
+        for each, given in (good | {name: content}).items():
+            (tmp_path / each).write_bytes(given)
+        with pytest.raises(ConfigError, match=f"^--ssl-{flag} .*{name} cannot be used: .*{reason}"):
+            tls(ServerConfig(**settings))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

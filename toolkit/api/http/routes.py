@@ -63,6 +63,10 @@ class RouteTable:
                     found = needed
         return found
 
+    def has(self, path: str) -> bool:
+        """Return True if a route has this path."""
+        return any(match(path) for match, _, _ in self._rows)
+
     def takes_body(self, method: str, path: str) -> bool:
         """Return True if a route reads the body of a request."""
         return method == "POST" and any(

@@ -18,8 +18,8 @@ import psutil
 
 from toolkit.config import ServerConfig
 from toolkit.errors import ConfigError
-from toolkit.files import failure
 from toolkit.hardware.ports import bind_failure
+from toolkit.pem import require_certificate, why_no_key
 
 logger = logging.getLogger(__name__)
 
@@ -195,21 +195,24 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
+    assert config.ssl_keyfile is not None, "checked by ServerConfig"
+    require_certificate("--ssl-certfile", config.ssl_certfile)
     try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except (OSError, ssl.SSLError) as error:
+        # Without a function for the password, OpenSSL asks for it on the terminal.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+    except OSError as error:  # also ssl.SSLError
+        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+            reason = (
+                f"it is not the key of the first certificate in --ssl-certfile "
+                f"{config.ssl_certfile}"
+            )
+        else:
+            reason = why_no_key(config.ssl_keyfile)
         raise ConfigError(
-            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot "
-            f"be used: {failure(error)}.",
-            param="ssl_certfile",
+            f"--ssl-keyfile {config.ssl_keyfile} cannot be used: {reason}.", param="ssl_keyfile"
         ) from None
     if config.ssl_ca_certs is not None:
+        require_certificate("--ssl-ca-certs", config.ssl_ca_certs)
         context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_verify_locations(config.ssl_ca_certs)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {failure(error)}.",
-                param="ssl_ca_certs",
-            ) from None
+        context.load_verify_locations(config.ssl_ca_certs)
     return context

@@ -58,6 +58,9 @@ class Gate:
         if method == "HEAD":  # GET's route answers it; the server leaves the body out
             scope = {**scope, "method": "GET"}
         path = scope["path"].removeprefix(self._root_path)  # uvicorn puts it in front
+        is_below = self._root_path and path.startswith(f"{self._root_path}/")
+        if is_below and not self._routes.has(path):  # the proxy has not stripped it
+            scope, path = {**scope, "path": path}, path.removeprefix(self._root_path)
         state["access"] = self._routes.find(scope["method"], path)
         state["takes_body"] = self._routes.takes_body(method, path)
         scope[SERVER_SEND] = send
