@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from toolkit.config.engine import without_latest
 from toolkit.errors import ConfigError, did_you_mean
 from toolkit.logs import error_log
 
@@ -68,6 +69,7 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_called(self, word: str) -> bool:
         """Return True for a name or path of the model, and the number of the port or process."""
+        word = without_latest(word)
         return word in self.names or self.has(word) or word in (str(self.port), str(self.pid))
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from tests.api.conftest import CONTEXT, Reference
 from tests.local import LocalServer
+from tests.models.gguf_models import write_model
 from tests.server import Server, until
 from toolkit.api.http.body_fields import Body
 from toolkit.api.ollama.embed import OllamaEmbeddingRequest, OllamaEmbedRequest
@@ -399,10 +400,16 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def caller(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ollama.Client]:
+def caller(
+    reference: Reference, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ollama.Client]:
+    """Client of a server of a GGUF file."""
+    file = tmp_path_factory.mktemp("gguf") / "tiny-llama.gguf"
+    more = {"general.file_type": 15, "llama.context_length": CONTEXT}
+    write_model(file, reference.model, "llama", **more)
     options = ("--chat-template", TEMPLATE, "--reasoning-parser", "qwen3", "--api-key", "k")
     served = LocalServer(
-        str(model), *options, "--num-gpu-blocks-override", "1024",
+        str(file), "--tokenizer", str(model), *options, "--num-gpu-blocks-override", "1024",
         cwd=tmp_path_factory.mktemp("calls"),
     )  # fmt: skip
     with ollama.Client(served.url, headers={"Authorization": "Bearer k"}) as client:
@@ -492,6 +499,12 @@ def test_models_are_listed(client: ollama.Client) -> None:
     assert (loaded[0].context_length, loaded[0].size_vram) == (CONTEXT, 0)
     for one in listed:
         assert client.generate(one.model, "", keep_alive=60).done_reason == "load"
+
+
+def test_gguf_file_has_its_own_quantization(caller: ollama.Client) -> None:
+    for details in (caller.list().models[0].details, caller.show("tiny-llama").details):
+        assert details is not None
+        assert (details.format, details.quantization_level) == ("gguf", "Q4_K_M")
 
 
 def test_model_is_shown(client: ollama.Client, caller: ollama.Client, http: httpx.Client) -> None:

@@ -135,6 +135,11 @@ async def test_set_shows_changes_checks_and_resets_settings(server, connect, scr
         ("/set temprature 1", "Did you mean temperature?"),
         ("/set reasoning loud", "must be one of short, full, hidden"),
         ("/set parameter top_p 0.5", "top_p: 0.5"),
+        ("/set parameter num_predict -1", "max_tokens: the server's default"),
+        ("/set parameter num_predict 7", "max_tokens: 7"),
+        ("/set parameter repeat_penalty 1.1", "repetition_penalty: 1.1"),
+        ("/set parameter num_ctx 4096", "tk serve --max-model-len N"),
+        ("/set verbose", "/stats"),
         ("/set system Be kind.", "The system message is set."),
         ("/set system", "Be kind."),
     ):

@@ -68,11 +68,12 @@ def test_server_that_starts_is_waited_for(server, private, screen, monkeypatch, 
 
 def test_running_server_is_used_on_any_port(server, private, screen):
     with recorded("http://127.0.0.1:1", "other"):
-        for name in ("fake", "unrecorded"):  # a record has no names of adapters
-            server.models[0]["id"] = name
+        for name, tag in (("fake", ""), ("fake", ":latest"), ("unrecorded", "")):
+            server.models[0]["id"] = name  # a record has no names of adapters
+            config = ChatConfig(model=name + tag)
             with (
                 recorded(server.url, "fake"),
-                run.find_server(ChatConfig(model=name), screen.terminal) as (address, model),
+                run.find_server(config, screen.terminal) as (address, model),
             ):
                 assert (address.url, model.name) == (server.url, name)
         with recorded(server.url, "fake"), pytest.raises(ConfigError, match="2 servers run"):

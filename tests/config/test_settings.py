@@ -242,6 +242,16 @@ class TestValues:
     def test_whole_numbers_have_suffixes(self, toml, text, number):
         assert resolve(ROWS, {}, {"TK_SEED": text}) == {"seed": number}
 
+    def test_model_may_have_ollamas_tag(self, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "mine:latest").mkdir()
+        for given, name in (
+            ("gpt2:latest", "gpt2"),
+            ("a/b:Q8_0", "a/b:Q8_0"),
+            ("mine:latest",) * 2,
+        ):
+            assert ModelConfig(model=given).model == name
+
     @pytest.mark.parametrize(
         ("text", "most"),
         [

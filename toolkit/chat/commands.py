@@ -18,6 +18,13 @@ from toolkit.config.fields import Option, options
 from toolkit.errors import ConfigError, InvalidRequestError, ToolkitError, did_you_mean
 
 SETTABLE = (*SAMPLING, "schema", "tools", "stream", "reasoning")
+OLLAMA_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+OLLAMA_NOTES = {
+    "verbose": "Each answer is followed by its tokens and its speed; /stats shows all answers'.",
+    "num_ctx": "The server sets the length of the context: tk serve --max-model-len N.",
+    "think": "/set reasoning full, short or hidden shows the model's reasoning.",
+    "format": "/set schema FILE gives answers the form of a JSON schema.",
+}
 MAX_LISTED = 10  # saved conversations shown by /load
 BLOCK = '"""'  # around text of several lines, which is sent as it is
 KEYS = (
@@ -114,6 +121,12 @@ async def change_setting(session: Session, argument: str) -> None:
     if name == "system":
         await set_system(session, value.strip())
         return
+    if name in OLLAMA_NOTES:
+        session.terminal.note(OLLAMA_NOTES[name])
+        return
+    if name == "num_predict" and value.strip().startswith("-"):
+        value = ""  # no limit
+    name = OLLAMA_NAMES.get(name, name)
     rows = _settings()
     if not name:
         _print_table(

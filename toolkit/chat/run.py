@@ -24,7 +24,7 @@ from toolkit.client.choice import choose_server, ready_servers, starting_server
 from toolkit.client.trust import Trust, unreachable, why_untrusted
 from toolkit.client.wire import KeyRejectedError, ServerError
 from toolkit.config.clients import DEFAULT_URL, ChatConfig
-from toolkit.config.engine import DEMO
+from toolkit.config.engine import DEMO, LATEST
 from toolkit.config.fields import Word
 from toolkit.console import as_text, read_piped
 from toolkit.errors import ConfigError
@@ -291,7 +291,8 @@ def choose_model(address: Address, name: str | None) -> ModelInfo:
     models = address.list_models()
     if name is None:
         return models[0]
-    return next((model for model in models if name in (model.name, model.root)), ModelInfo(name))
+    names = (name, name.removesuffix(LATEST))
+    return next((one for one in models if one.name in names or one.root in names), ModelInfo(name))
 
 
 def require_chat(address: Address, model: ModelInfo) -> ModelInfo:

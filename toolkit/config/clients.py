@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+from toolkit.config.engine import without_latest
 from toolkit.config.fields import Word, check_all, option
 from toolkit.errors import ConfigError
 
@@ -197,6 +198,9 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
+        if self.url is None and self.model is not None:
+            name = type(self.model)(without_latest(self.model))  # may be a `Word`
+            object.__setattr__(self, "model", name)
         _ = self.keep_alive_seconds  # raises
         if self.url is not None:
             object.__setattr__(self, "url", server_url(self.url))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +25,8 @@ REQUEST_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 """Sampling parameters that a model's generation_config.json sets for requests without them."""
 OUTPUT_LIMIT = "max_new_tokens"
 """Field of --override-generation-config that limits the output tokens of all requests."""
+LATEST = ":latest"
+"""Tag that Ollama adds to names without one."""
 ENGINE_VARIABLE = "TOOLKIT_ENGINE"
 """Environment variable with an engine process's index among --data-parallel-size engines."""
 MEMORY_VARIABLE = "TOOLKIT_MEMORY"
@@ -134,6 +137,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
+        if self.model is not None:
+            object.__setattr__(self, "model", without_latest(self.model))
         known = (*REQUEST_DEFAULTS, OUTPUT_LIMIT)
         overrides = self.override_generation_config or {}
         for name in overrides:
@@ -156,6 +161,11 @@ class ModelConfig:
         """Fields that replace those of config.json."""
         rope = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling}
         return {**(self.hf_overrides or {}), **rope}
+
+
+def without_latest(name: str) -> str:
+    """Return a model's name without Ollama's tag `:latest`, unless it is a path that exists."""
+    return name if os.path.exists(name) else name.removesuffix(LATEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ _NOT_MODELS = ("mmproj", "imatrix")
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Return (repository, quantization or None) of a name on the hub."""
+    """Return (repository, quantization or None) of a name on the hub. `latest` is none."""
     repository, _, quantization = name.partition(":")
-    return repository, quantization or None
+    return repository, None if quantization in ("", "latest") else quantization
 
 
 def models_in(names: Iterable[str]) -> dict[str, list[str]]:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
@@ -238,14 +238,14 @@ def wanted_files(
 def download_missing(model: str | None, revision: str | None = None) -> None:
     """Download a model of the hub that is not on this machine. Ctrl-C ends the program at once.
 
-    Whoever loads it reports a model that is not found. Raises CheckpointError for a full disk."""
+    Raises as `locate` does, for a name that is no path."""
     if model is None or is_local(model):
         return
     if cached_snapshot(model, revision, with_weights=True) is None:
         from toolkit.hub.progress import exit_on_ctrl_c
 
-        with suppress(ModelNotFoundError), exit_on_ctrl_c(model):
-            fetch(model, revision)
+        with exit_on_ctrl_c(model):
+            _from_hub(model, revision)
 
 
 def fetch(

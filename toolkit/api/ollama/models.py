@@ -26,6 +26,7 @@ from toolkit.api.ollama.replies import (
     ShownModel,
 )
 from toolkit.api.ollama.requests import OllamaRequest
+from toolkit.config.engine import LATEST
 from toolkit.errors import InvalidRequestError, ModelNotFoundError
 from toolkit.units import count
 
@@ -34,7 +35,6 @@ router = APIRouter(tags=["Ollama"], route_class=JsonRoute)
 VERSION = "0.12.6"
 """Version of Ollama whose interface this is. Clients compare it with the one that they need."""
 NEVER = datetime(2999, 12, 31, tzinfo=UTC)  # when the model is unloaded
-_LATEST = ":latest"  # tag of names without one
 
 
 class ShowRequest(RequestBody):
@@ -59,7 +59,7 @@ def _served_name(server: Server, name: str | None) -> str | None:
     """Return a model's name as the server knows it; an unknown name as it is."""
     if not name:
         return name
-    for known in (name, name.removesuffix(_LATEST), name + _LATEST):
+    for known in (name, name.removesuffix(LATEST), name + LATEST):
         with suppress(ModelNotFoundError):
             server.find(known)
             return known
@@ -175,7 +175,7 @@ def _names(server: Server) -> list[_Named]:
 
 def _fields(one: _Named) -> dict[str, Any]:
     """Return the fields of an OllamaModel. Its name has a tag, as all names of Ollama."""
-    name = one.name if ":" in one.name else one.name + _LATEST
+    name = one.name if ":" in one.name else one.name + LATEST
     root = one.folder or one.model.engine.config.model.model or one.model.name
     info = one.model.engine.info
     return {
@@ -189,14 +189,13 @@ def _fields(one: _Named) -> dict[str, Any]:
 
 def _details(model: ServedModel, parent: str = "") -> ModelDetails:
     engine = model.engine
-    family = engine.inputs.model_type
-    is_gguf = (engine.config.model.model or "").lower().endswith(".gguf")
+    family, gguf_type = engine.inputs.model_type, engine.inputs.gguf_type
     return ModelDetails(
-        format="gguf" if is_gguf else "safetensors",
+        format="safetensors" if gguf_type is None else "gguf",
         family=family,
         families=[family],
         parameter_size=count(_num_parameters(model)),
-        quantization_level=engine.info.weight_type,
+        quantization_level=gguf_type or engine.info.weight_type,
         parent_model=parent,
     )
 

@@ -28,7 +28,9 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.files import parse_json
-from toolkit.gguf.folder import read_file
+from toolkit.gguf.file import read_gguf
+from toolkit.gguf.folder import is_gguf, read_file
+from toolkit.gguf.names import quantization_of
 from toolkit.sampling.logits_processors import check_arguments
 from toolkit.sampling.params import SamplingParams, default_sampling
 from toolkit.sequence import Adapter, Feature, SequenceSpec
@@ -77,6 +79,7 @@ class InputProcessor:
         self._max_output = load_output_limit(folder, model)
         self._max_logprobs = model.max_logprobs
         self.model_type = load_model_type(folder)
+        self.gguf_type = load_gguf_type(folder)
         self._processors = {plugin: plugin.load() for plugin in info.logits_processors}
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
 
@@ -395,6 +398,13 @@ def load_model_type(folder: Path) -> str:
     except (ValueError, TypeError, KeyError, OSError, ToolkitError):
         found = None
     return found if isinstance(found, str) else "unknown"
+
+
+def load_gguf_type(folder: Path) -> str | None:
+    """Return the quantization of a GGUF file, such as Q4_K_M; None for another model."""
+    if not is_gguf(folder):
+        return None
+    return read_gguf(folder).mixture or quantization_of(folder.name)
 
 
 def plain_prompt(prompt: Prompt) -> str | list[int]:
