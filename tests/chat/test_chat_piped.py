@@ -59,6 +59,7 @@ def test_stdin_is_one_message_and_stdout_is_the_answer(server, tk):
     [
         (("review this",), "+ a line\n", "review this\n\n+ a line"),
         (("fake", "Why?"), "", "Why?"),
+        (("fake:latest",), "Why?", "Why?"),
         (("--prompt", "Why?"), "", "Why?"),
         (("What is it?",), "", "What is it?"),
         (("review",), "+ a line\n", "review\n\n+ a line"),

@@ -108,6 +108,14 @@ class TestPull:
         assert "org/tiny: downloading 7.4 MiB." in tk(*arguments).stderr
         assert "downloading" not in tk(*arguments, HF_HUB_OFFLINE="1").stderr
 
+    def test_failed_download_before_a_run_is_not_repeated(self, hub, tk):
+        hub.failing = {"model.safetensors"}
+        done = tk("run", "org/tiny", "x", "--raw")
+        hub.failing = set()
+        assert done.returncode == 2
+        assert "and the hub did not answer" in done.stderr
+        assert done.stderr.count("downloading") == 1
+
     def test_pulled_model_runs_offline(self, tk, folder):
         ran = tk("run", "org/tiny", "who are you?", HF_HUB_OFFLINE="1")
         assert ran.returncode == 0, ran.stderr

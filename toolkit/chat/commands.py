@@ -20,7 +20,7 @@ from toolkit.errors import ConfigError, InvalidRequestError, ToolkitError, did_y
 SETTABLE = (*SAMPLING, "schema", "tools", "stream", "reasoning")
 OLLAMA_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 OLLAMA_NOTES = {
-    "verbose": "Each answer is followed by its tokens and its speed; /stats shows all answers'.",
+    "verbose": "Each answer is followed by its tokens and its speed; /stats sums them up.",
     "num_ctx": "The server sets the length of the context: tk serve --max-model-len N.",
     "think": "/set reasoning full, short or hidden shows the model's reasoning.",
     "format": "/set schema FILE gives answers the form of a JSON schema.",

@@ -142,7 +142,7 @@ def _names_model(word: str, config: ChatConfig) -> bool:
     for url in [config.url] if config.url else {*(one.url for one in servers), DEFAULT_URL}:
         with suppress(ServerError):
             models = _address(url, config).list_models()
-            if any(word in (model.name, model.root) for model in models):
+            if any(_is_called(model, word) for model in models):
                 return True
     return False
 
@@ -291,8 +291,12 @@ def choose_model(address: Address, name: str | None) -> ModelInfo:
     models = address.list_models()
     if name is None:
         return models[0]
-    names = (name, name.removesuffix(LATEST))
-    return next((one for one in models if one.name in names or one.root in names), ModelInfo(name))
+    return next((model for model in models if _is_called(model, name)), ModelInfo(name))
+
+
+def _is_called(model: ModelInfo, name: str) -> bool:
+    """Return True for a model's name, with or without Ollama's tag, and the path that it has."""
+    return not {name, name.removesuffix(LATEST)}.isdisjoint((model.name, model.root))
 
 
 def require_chat(address: Address, model: ModelInfo) -> ModelInfo:
