@@ -8,9 +8,11 @@ from typing import Any, get_args, get_type_hints
 
 import httpx
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
 from toolkit.api.anthropic.messages import CountRequest, MessagesRequest
+from toolkit.api.app import ROUTERS
 from toolkit.api.http.body_fields import Body
 from toolkit.api.http.client_fields import ACCEPTED
 from toolkit.api.openai.response_request import ResponsesRequest
@@ -190,3 +192,18 @@ def test_reasoning_options_reach_the_chat_template(body: Any, expected: dict[str
         "add_generation_prompt": True,
         "continue_final_message": False,
     }
+
+
+def test_only_true_and_false_are_booleans() -> None:
+    """No class of bodies takes "yes" or 1, whatever its interface."""
+    assert ROUTERS, "all classes are loaded"
+    kinds, checked = [Body], 0
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name, field in kind.model_fields.items():
+            if "bool" in str(field.annotation):
+                checked += 1
+                for given in ("yes", 1):
+                    with pytest.raises(ValidationError):
+                        assert TypeAdapter(field.rebuild_annotation()).validate_python(given), name
+    assert checked >= 60

@@ -27,7 +27,7 @@ ENDPOINTS = {
 }  # fmt: skip
 POOLING = (
     "/v1/embeddings", "/v1/score", "/v1/rerank", "/api/embed", "/api/embeddings", "/score",
-    "/rerank", "/v2/rerank", "/pooling", "/classify",
+    "/rerank", "/v2/rerank", "/pooling", "/classify", "/embedding", "/embeddings",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ EXPECTED = {
     },
     Access.KEY: {
         "GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /load",
+        "GET /props", "GET /slots", "GET /lora-adapters",
         "GET /api/tags", "GET /api/ps", "POST /api/show", "POST /api/pull", "GET /api/version",
         "GET /v1/responses/{id}", "DELETE /v1/responses/{id}",
         "POST /v1/responses/{id}/cancel", "GET /v1/responses/{id}/input_items",
@@ -37,6 +38,8 @@ EXPECTED = {
         "POST /v1/score", "POST /v1/rerank", "POST /score", "POST /rerank", "POST /v2/rerank",
         "POST /pooling", "POST /classify", "POST /invocations",
         "POST /tokenize", "POST /detokenize",
+        "POST /completion", "POST /completions", "POST /apply-template",
+        "POST /embedding", "POST /embeddings",
         "POST /api/chat", "POST /api/generate", "POST /api/embed", "POST /api/embeddings",
     },
 }  # fmt: skip

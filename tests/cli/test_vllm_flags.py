@@ -1,4 +1,4 @@
-"""Command lines of vLLM: every flag is honoured, accepted with a note, or refused by name."""
+"""Command lines of vLLM and llama.cpp: a flag is honoured, without effect, or refused by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from toolkit.cli.help import HELP_FLAGS, settings_of
 from toolkit.cli.names import COMMANDS
 from toolkit.cli.root import tree
 from toolkit.cli.vllm import rules_of, translate
+from toolkit.config import llama_cpp
 from toolkit.config.fields import Option
-from toolkit.config.vllm import Note, Outcome, Refusal, Use
+from toolkit.config.vllm import SERVE, Note, Outcome, Refusal, Table, Use
 from toolkit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,16 @@ def test_every_flag_of_vllm_is_in_one_class(words: str):
             assert rules[name].takes == takes, name
             assert name not in own or "" not in rules[name].outcomes, name
     older_and_newer = {name for name, _ in listed(words)}
-    assert set(rules) <= older_and_newer | {"--help", "--no-self-timed"}
+    others = rules_in(llama_cpp.SERVE) if words == "serve" else set()
+    assert set(rules) <= older_and_newer | others | {"--help", "--no-self-timed"}
+
+
+def test_no_flag_has_the_meanings_of_two_programs():
+    assert not rules_in(llama_cpp.SERVE) & rules_in(SERVE)
+
+
+def rules_in(table: Table) -> set[str]:
+    return {flag.partition("=")[0] for _, flags in table for flag in flags.split()}
 
 
 def swapped(word: str) -> str:
@@ -103,7 +113,7 @@ def line_of(words: str, name: str, value: str, sample: str = "8") -> list[str]:
 def test_honoured_flags_set_what_the_table_says(words: str):
     rows = {row.flag: row for row in settings_of(command_of(words)).values()}
     for name, value, use in rows_of(words, Use):
-        if not use.flags or name == "--help":
+        if not use.flags.startswith("-") or name == "--help":
             continue
         targets = [flag.partition(" ") for flag in re.findall(r"--\S+(?: [^-]\S*)?", use.flags)]
         own = [rows[flag.partition(".")[0].replace("--no-", "--")] for flag, _, _ in targets]
@@ -182,11 +192,16 @@ SPECULATION = {"method": "ngram", "num_speculative_tokens": 3}
          {"max_logprobs": 20, "override_generation_config": {"max_new_tokens": 1000}}),
         ("-O3 --optimization-level 1 --cudagraph-capture-sizes 1 2 4 --port 1", {"port": 1}),
         ("--max-num-active-seqs 4 --max-num-seqs 8", {"max_num_seqs": 4}),
+        ("-m a.gguf -c 8192 -np 4 -t 2 -ngl 99 -fa on --jinja -a x --temp 0.5 --top-k 9",
+         {"model": "a.gguf", "max_model_len": 8192, "max_num_seqs": 4, "num_threads": 2,
+          "served_model_name": ["x"],
+          "override_generation_config": {"temperature": 0.5, "top_k": 9}}),
+        ("-hf a/b:Q4_K_M -ngl 0 -c 0", {"model": "a/b:Q4_K_M", "device": "cpu"}),
         ("--no-enable-sleep-mode --disable-log-deltas --generation-config auto", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_command_lines_of_vllm_serve(line: str, expected: dict[str, Any]):
+def test_command_lines_of_serve(line: str, expected: dict[str, Any]):
     assert settings("serve", line.split()) == expected
 
 

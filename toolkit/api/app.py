@@ -16,6 +16,8 @@ from toolkit.api.http.openapi import DOCS_FILES, describe, serve_docs_from_memor
 from toolkit.api.http.routes import RouteTable
 from toolkit.api.http.server import Server
 from toolkit.api.http.streaming import ClientDisconnectedError
+from toolkit.api.llama_cpp import completion as llama_completion
+from toolkit.api.llama_cpp import properties as llama_properties
 from toolkit.api.ollama import chat as ollama_chat
 from toolkit.api.ollama import embed as ollama_embed
 from toolkit.api.ollama import models as ollama_models
@@ -29,8 +31,8 @@ ROUTERS = [
     module.router
     for module in (
         completions, chat, responses, messages, embeddings, score, pooling, tokenize, models,
-        ollama_chat, ollama_embed, ollama_models, page, invocations, metrics, health,
-        operation, adapters,
+        llama_completion, llama_properties, ollama_chat, ollama_embed, ollama_models, page,
+        invocations, metrics, health, operation, adapters,
     )
 ]  # fmt: skip
 OPEN_DOCS = ("/docs", "/redoc", "/openapi.json", DOCS_FILES)

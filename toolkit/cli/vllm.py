@@ -1,4 +1,6 @@
-"""Command lines of vLLM, rewritten with tk's flags. `config.vllm` has the table."""
+"""Command lines of vLLM and llama.cpp, rewritten with tk's flags.
+
+`config.vllm` and `config.llama_cpp` have the tables."""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from toolkit.config import llama_cpp
 from toolkit.config.fields import Option, parse_field, parse_int
 from toolkit.config.vllm import BENCH, DEFAULTS, SERVE, Note, Outcome, Refusal, Table, Use, Variable
 from toolkit.errors import ConfigError
 
-TABLES: Mapping[str, Table] = {"serve": SERVE, "bench serve": BENCH}
+TABLES: Mapping[str, Table] = {
+    "serve": SERVE + llama_cpp.SERVE,
+    "bench serve": BENCH,
+}
 """Tables by the words of a command."""
 
 

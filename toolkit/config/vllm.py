@@ -365,7 +365,7 @@ SERVE: Table = (
     (
         Refusal("--enable-expert-parallel gives each GPU complete experts, in a fixed order."),
         "--enable-eplb --eplb-config= --expert-placement-strategy= --enable-elastic-ep "
-        "--elastic-ep-max-dp-size= --enable-ep-weight-filter --enable-dbo --ubatch-size= "
+        "--elastic-ep-max-dp-size= --enable-ep-weight-filter --enable-dbo "
         "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --enable-shm-tensor-arena",
     ),
     (

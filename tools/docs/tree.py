@@ -117,7 +117,7 @@ def _flag(param: Any, rows: dict[str, Option], context: Any) -> Flag:
 
 
 def _honoured(command: str, flags: tuple[Flag, ...]) -> Iterator[Flag]:
-    """Yield the long flags of vLLM that become flags of tk."""
+    """Yield the long flags of other programs that become flags of tk."""
     by_name = {name: flag for flag in flags for name in flag.names}
     for name, rule in rules_of(command).items():
         outcome = rule.outcomes.get("")
@@ -128,7 +128,7 @@ def _honoured(command: str, flags: tuple[Flag, ...]) -> Iterator[Flag]:
                 names=(name,),
                 negations=(),
                 value="VALUE" if rule.takes else "",
-                help=f"{target}, by its name in vLLM.",
+                help=f"Another name of {target}.",
                 choices=own.choices if own is not None and rule.takes else (),
                 repeatable=False,
                 subject=OTHER,

@@ -45,32 +45,32 @@ def vllm_page() -> str:
     """Return the page."""
     parts = [HEAD]
     for title, table in (("tk serve", SERVE), ("tk bench serve", BENCH)):
-        parts.append(f"\n## Flags of {title}\n\n{_names(table)}")
-        parts.append(f"\nWithout an effect:\n\n{_items(table, Note)}")
-        parts.append(f"\nRefused:\n\n{_items(table, Refusal)}")
+        parts.append(f"\n## Flags of {title}\n\n{renamed_flags(table, 'vLLM')}")
+        parts.append(f"\nWithout an effect:\n\n{flags_with_reasons(table, Note)}")
+        parts.append(f"\nRefused:\n\n{flags_with_reasons(table, Refusal)}")
     return "".join(parts)
 
 
-def _names(table: Table) -> str:
-    """Return the table of flags that have another name in tk."""
+def renamed_flags(table: Table, program: str) -> str:
+    """Return the table of flags of a program that have another name in tk."""
     rows = [
         f"| {_listed(flag)} | {_spelled(outcome)} |\n"
         for outcome, flags in table
         if isinstance(outcome, Variable) or (isinstance(outcome, Use) and outcome.flags)
         for flag in flags.split()
     ]
-    return "| vLLM | tk |\n|---|---|\n" + "".join(rows)
+    return f"| {program} | tk |\n|---|---|\n" + "".join(rows)
 
 
 def _spelled(use: Use | Variable) -> str:
-    """Return tk's flags as code, without a value that is that of vLLM's flag."""
+    """Return tk's flags as code, without a value that is that of the other flag."""
     if isinstance(use, Variable):
         return f"the variable `{use.name}`, which `tk pull` and `tk models` read too"
     unit = ", in GiB" if use.divisor == GIB else ""
     return f"`{use.flags.removesuffix(' {}').replace('{}', 'VALUE')}`{unit}"
 
 
-def _items(table: Table, kind: type[Note | Refusal]) -> str:
+def flags_with_reasons(table: Table, kind: type[Note | Refusal]) -> str:
     """Return a list of sentences, each with its flags."""
     lines = []
     for outcome, flags in table:

@@ -329,6 +329,18 @@ def test_decoder_embeds_and_generates(decoder):
     assert text["usage"]["completion_tokens"] == 4
 
 
+def test_llama_cpp_s_embeddings_are_the_same(decoder):
+    texts = ["The sea is calm.", "A storm is coming."]
+    expected = vectors(decoder.http.post("/v1/embeddings", json={"input": texts}))
+    for path in ("/embedding", "/embeddings"):
+        found = decoder.http.post(path, json={"content": texts}).json()
+        assert [one["index"] for one in found] == [0, 1]
+        for one, vector in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one["embedding"], [vector], rtol=1e-6)
+    for wrong in ({"content": []}, {"content": "x", "embd_normalize": -1}):
+        assert "must be" in error(decoder.http.post("/embedding", json=wrong))["message"]
+
+
 def test_conversation_is_embedded(decoder):
     body = {"messages": [{"role": "user", "content": "The sea"}]}
     tokens = decoder.http.post("/tokenize", json=body | {"add_generation_prompt": False}).json()

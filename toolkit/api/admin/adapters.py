@@ -4,7 +4,7 @@ import logging
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, StrictBool
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import RequestBody, Route, Text
@@ -31,7 +31,7 @@ class LoadRequest(RequestBody):
 
     lora_name: Text
     lora_path: Text
-    load_inplace: bool = True
+    load_inplace: StrictBool = True
     model: Text | None = Field(None, description="The adapter's model, if there are several")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import BY_KIND, LIST, TEXT, Body, RequestBody, Route, Text
@@ -167,7 +167,7 @@ class ResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: ResultContent = ""
-    is_error: bool = Field(
+    is_error: StrictBool = Field(
         False, description="Not read: chat templates have no place for it. Say it in the content"
     )
 
@@ -230,7 +230,7 @@ class InputTool(Body):
     description: Text | None = None
     input_schema: Schema
     type: Literal["custom"] | None = None
-    strict: bool | None = Field(
+    strict: StrictBool | None = Field(
         None,
         description="true: a required call has only the properties that the schema names; "
         "keywords that cannot be enforced are refused",
@@ -240,7 +240,7 @@ class InputTool(Body):
 class InputToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: StrictBool = False
 
 
 class OutputFormat(Body):
@@ -377,7 +377,7 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_k: Int | None = None
     top_p: float | None = None
-    stream: bool = False
+    stream: StrictBool = False
     metadata: Any = Field(None, description="Accepted for compatibility; not stored")
 
     def _params(self, defaults: Mapping[str, Any]) -> SamplingParams | None:

@@ -12,8 +12,10 @@ ACCEPTED = frozenset(
         "inference_geo", "metadata", "safety_identifier", "service_tier", "speed", "store",
         "user_profile_id", "workspace_id",
         # caches: common prefixes of prompts are always cached
-        "cache_control", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention",
+        "cache_control", "cache_prompt", "n_cache_reuse", "prompt_cache_breakpoint",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        # requests have no fixed slots
+        "id_slot",
         # versions of the interface
         "anthropic_beta", "anthropic_version", "betas",
         # hints about speed and style
@@ -33,12 +35,10 @@ NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", "auto", "never", [], ["te
 """Values with which a field in the tables below is accepted."""
 
 REFUSED_IN_GENERATION = {
-    "grammar": 'use structured_outputs: {"grammar": "..."}',
     "guided_choice": 'use structured_outputs: {"choice": [...]}',
     "guided_grammar": 'use structured_outputs: {"grammar": "..."}',
     "guided_json": 'use structured_outputs: {"json": {...}}',
     "guided_regex": 'use structured_outputs: {"regex": "..."}',
-    "json_schema": 'use response_format or structured_outputs: {"json": {...}}',
     "prompt_embeds": "prompts are text, token ids and pictures",
     "thinking_token_budget": "reasoning has no limit of its own. Use max_tokens",
 }
@@ -80,4 +80,14 @@ REFUSED_BY_OLLAMA_GENERATE = {
     "template": "templates of Ollama are in Go's language. --chat-template sets one in Jinja for "
     "the server, and raw takes a prompt without any",
     "width": _NO_PICTURES,
+}
+_NO_SAMPLER = "the engine does not have this sampler. Leave it out, or set it to 0"
+REFUSED_IN_LLAMA_COMPLETIONS = dict.fromkeys(
+    ("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), _NO_SAMPLER
+) | {
+    "lora": "name one adapter as model, at its own scale",
+    "min_keep": "samplers keep as many tokens as they choose",
+    "n_indent": "answers have no minimum indentation",
+    "post_sampling_probs": "log-probabilities are those before sampling",
+    "t_max_predict_ms": "--request-timeout limits requests, and n_predict their tokens",
 }

@@ -29,13 +29,18 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def answers(
-    kind: type[msgspec.Struct] | str, *, stream: bool = False, stream_type: str = EVENTS
+    kind: type[msgspec.Struct] | str | dict[str, Any],
+    *,
+    stream: bool = False,
+    stream_type: str = EVENTS,
 ) -> Responses:
-    """Return a route's `responses`: a struct, or an object that a text describes.
+    """Return a route's `responses`: a struct, an object that a text describes, or a schema.
 
     `stream`: the response may also be a stream, of the media type `stream_type`."""
     if isinstance(kind, str):
         schema: dict[str, Any] = {"type": "object", "description": kind}
+    elif isinstance(kind, dict):
+        schema = kind
     else:
         _described.append(kind)
         schema = {"$ref": _REF.format(name=kind.__name__)}

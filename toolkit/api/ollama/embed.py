@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, StrictBool
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import BY_KIND, FAIL_FAST, LIST, TEXT, JsonRoute, Text
@@ -34,7 +34,9 @@ class OllamaEmbedRequest(OllamaRequest):
     input: Annotated[Annotated[Text, TEXT] | Annotated[list[Text], FAIL_FAST, LIST], BY_KIND] = (
         Field("", description="A text, or up to 2048. Without one there are no embeddings")
     )
-    truncate: bool = Field(True, description="Cut texts that are too long; false: refuse them")
+    truncate: StrictBool = Field(
+        True, description="Cut texts that are too long; false: refuse them"
+    )
     dimensions: int | None = Field(
         None,
         description="Numbers to keep of each embedding; needs a model trained for it (Matryoshka)",

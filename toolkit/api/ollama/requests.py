@@ -9,6 +9,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -73,15 +74,17 @@ class OllamaRequest(RequestBody):
 class AnswerRequest(OllamaRequest):
     """Fields of requests for an answer."""
 
-    stream: bool = True
+    stream: StrictBool = True
     format: Annotated[Literal["", "json"] | Schema | None, BeforeValidator(_check_format)] = Field(
         None, description="Constraint on the answer: json, or a JSON schema"
     )
-    think: bool | Effort | None = Field(
+    think: StrictBool | Effort | None = Field(
         None,
         description="Sets enable_thinking, or reasoning_effort, for chat templates that read it",
     )
-    logprobs: bool | None = Field(None, description="Report the log-probability of each token")
+    logprobs: StrictBool | None = Field(
+        None, description="Report the log-probability of each token"
+    )
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="Likeliest tokens to report, too; needs logprobs"
     )
@@ -260,7 +263,9 @@ class OllamaGenerateRequest(AnswerRequest):
     prompt: Text = Field("", description="Without one, the answer says that the model is loaded")
     system: Text | None = Field(None, description="System message before the prompt")
     images: EncodedPictures | None = Field(None, description="Pictures in base64")
-    raw: bool = Field(False, description="Continue the prompt as it is, without a chat template")
+    raw: StrictBool = Field(
+        False, description="Continue the prompt as it is, without a chat template"
+    )
 
     @property
     def is_empty(self) -> bool:

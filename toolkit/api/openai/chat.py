@@ -80,13 +80,16 @@ async def _events(
     is_continuous = body.has_continuous_usage
 
     def chunk(choice: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(**head, choices=[choice], usage=group.usage() if is_continuous else usage)
+        made = ChatChunk(**head, choices=[choice], usage=group.usage() if is_continuous else usage)
+        if body.timings_per_token:
+            made.timings = group.timings(choice.index)
+        return made
 
     plain = [
         EventTemplate(chunk(ChatChunkChoice(i, ChatDelta(content=TEXT_SLOT))))
         for i in range(group.n)
     ]
-    has_token_data = body.return_token_ids or is_continuous
+    has_token_data = body.return_token_ids or is_continuous or body.timings_per_token
     parsers = [AnswerParser(plan) for _ in range(group.n)] if plan.has_parts else None
     first = [chunk(ChatChunkChoice(i, ChatDelta("assistant", ""))) for i in range(group.n)]
     if body.return_token_ids:
@@ -149,6 +152,8 @@ async def _collect(
         if body.echo_text:
             choice.message.content = body.echo_text + (choice.message.content or "")
     done = ChatCompletion(**head, choices=choices, usage=group.usage())
+    if body.timings_per_token:
+        done.timings = group.timings(0)
     if prompt_logprobs:
         done.prompt_logprobs = prompt_logprobs
     if body.return_token_ids:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from toolkit.api.http.server import Target
 from toolkit.api.openai.replies import (
     CompletionTokensDetails,
     PromptTokensDetails,
+    Timings,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -27,6 +29,7 @@ from toolkit.text.tokenizer import Tokenizer
 MAX_ANSWERS = 4096  # of one request, over all its prompts
 MAX_TOTAL_LOGPROBS = 2**20
 """Log-probabilities of the answers of one request, or of its prompts: 30 to 100 MB of JSON."""
+_LEAST_MS = 0.001  # clients divide by times
 MAX_COPIED = 2**21
 """Tokens and characters of the parameters that prompts share, times the number of prompts."""
 
@@ -74,6 +77,25 @@ class AnswerGroup:
         if accepted or rejected:
             usage.completion_tokens_details = CompletionTokensDetails(accepted, rejected)
         return usage
+
+    def timings(self, choice: int) -> Timings:
+        """Return the times of an answer so far; not for beams.
+
+        The prompt is computed between the start and the first token."""
+        prompt, answer = divmod(choice, self.n)
+        stream = self.streams[prompt]
+        assert isinstance(stream, RequestStream), "an answer that is sampled"
+        sequence, now = stream.state.sequences[answer], time.monotonic()
+        first, cached = sequence.first_token or now, stream.state.num_cached_tokens
+        num_prompt = max(1, len(stream.state.prompt_token_ids) - cached)
+        prompt_ms = max(_LEAST_MS, 1e3 * (first - (stream.scheduled or stream.arrival)))
+        num_output = sequence.num_tokens
+        output_ms = max(_LEAST_MS, 1e3 * ((sequence.last_token or now) - first))
+        return Timings(
+            cached,
+            *(num_prompt, prompt_ms, prompt_ms / num_prompt, 1e3 * num_prompt / prompt_ms),
+            *(num_output, output_ms, output_ms / max(1, num_output), 1e3 * num_output / output_ms),
+        )
 
     def close(self) -> None:
         """Abort the requests that still run."""

@@ -270,6 +270,7 @@ class ResponseBuilder:
             "object": "response",
             "background": bool(body.background),
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": reason} if status == "incomplete" else None,

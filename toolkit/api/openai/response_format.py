@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, StrictBool
 
 from toolkit.api.http.body_fields import Body, Text, encodable
 from toolkit.errors import InvalidParamError, InvalidRequestError
@@ -19,7 +19,7 @@ class JsonSchemaFormat(Body):
     schema_: Schema | None = Field(
         None, alias="schema", description="JSON schema of the answer; default: any JSON object"
     )
-    strict: bool | None = Field(
+    strict: StrictBool | None = Field(
         None,
         description="true: allow only properties that the schema names, and refuse keywords that "
         "cannot be enforced; default: ignore such keywords",
@@ -88,7 +88,7 @@ class StructuredOutputs(Body):
     json_: Schema | Text | None = Field(
         None, alias="json", description="JSON schema that the answer satisfies"
     )
-    json_object: bool | None = Field(None, description="true: the answer is a JSON object")
+    json_object: StrictBool | None = Field(None, description="true: the answer is a JSON object")
     regex: Text | None = Field(
         None, description="Regular expression that matches the complete answer"
     )
@@ -112,14 +112,25 @@ class StructuredOutputs(Body):
 
 
 def resolve_constraint(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+    response_format: ResponseFormat | None,
+    structured_outputs: StructuredOutputs | None,
+    grammar: str = "",
+    json_schema: dict[str, Any] | None = None,
 ) -> StructuredOutputsParams | None:
-    """Return the answer's constraint, if any. Raises InvalidRequestError if there are two."""
-    constraint = None if response_format is None else response_format.to_params()
-    if structured_outputs is None:
-        return constraint
-    if constraint is not None:
-        raise InvalidRequestError(
-            "response_format and structured_outputs exclude each other.", param="structured_outputs"
+    """Return the answer's constraint, if any. Raises InvalidRequestError if there are two.
+
+    `grammar` and `json_schema` are fields of llama.cpp."""
+    found = {"response_format": None if response_format is None else response_format.to_params()}
+    if structured_outputs is not None:
+        found["structured_outputs"] = structured_outputs.to_params()
+    if grammar:
+        found["grammar"] = StructuredOutputsParams(grammar=grammar, param="grammar")
+    if json_schema is not None:
+        found["json_schema"] = StructuredOutputsParams(
+            json=json_schema, lenient=True, param="json_schema"
         )
-    return structured_outputs.to_params()
+    given = {name: one for name, one in found.items() if one is not None}
+    if len(given) > 1:
+        first, second = list(given)[:2]
+        raise InvalidRequestError(f"{first} and {second} exclude each other.", param=second)
+    return next(iter(given.values()), None)

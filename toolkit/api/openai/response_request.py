@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, TypeAdapter
 
 from toolkit.api.http.body_fields import (
     BY_KIND,
@@ -401,13 +401,13 @@ class ResponsesRequest(RequestBody):
         description="Default: auto. With required (also in allowed_tools) or a named function, "
         "the answer is calls with valid arguments",
     )
-    parallel_tool_calls: bool | None = Field(
+    parallel_tool_calls: StrictBool | None = Field(
         None, description="Allow several calls in one answer; default: true"
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: cut the beginning of an input that is too long"
     )
-    stream: bool = False
+    stream: StrictBool = False
     stream_options: Any = Field(None, description="Not read")
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[Include], FAIL_FAST] | None = Field(
@@ -421,12 +421,12 @@ class ResponsesRequest(RequestBody):
     previous_response_id: Text | None = Field(
         None, description="Stored response whose conversation the input continues"
     )
-    background: bool | None = Field(
+    background: StrictBool | None = Field(
         None, description="Answer at once, with the status in_progress; GET returns the result"
     )
     mm_processor_kwargs: ProcessorSettings | None = PROCESSOR_SETTINGS
     image: Any = Field(None, description="Not read: pictures are parts of the input")
-    store: bool | None = Field(
+    store: StrictBool | None = Field(
         None, description="Keep the response for later requests; default: true"
     )
     metadata: dict[Text, Text] | None = None

@@ -1,10 +1,20 @@
 """Requests for completions and chats, as pydantic models: they validate, and document the API."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    Tag,
+    model_validator,
+)
 
 from toolkit.api.http.body_fields import (
     BY_KIND,
@@ -26,6 +36,7 @@ from toolkit.api.openai.beams import Beams
 from toolkit.api.openai.conversation import Conversation
 from toolkit.api.openai.response_format import (
     ResponseFormat,
+    Schema,
     StructuredOutputs,
     resolve_constraint,
 )
@@ -67,10 +78,10 @@ def _check_biases(given: Any) -> Any:
 
 
 class StreamOptions(Body):
-    include_usage: bool = Field(
+    include_usage: StrictBool = Field(
         False, description="End the stream with an event that reports the usage"
     )
-    continuous_usage_stats: bool = Field(
+    continuous_usage_stats: StrictBool = Field(
         False, description="Report the usage so far in every event; needs include_usage"
     )
 
@@ -79,7 +90,7 @@ class SamplingFields(RequestBody):
     """Fields of completions and chats. Those that OpenAI lacks have vLLM's names."""
 
     model: str | None = None
-    stream: bool = False
+    stream: StrictBool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(
         None, description="0 to 2; 0 always picks the likeliest token"
@@ -97,9 +108,13 @@ class SamplingFields(RequestBody):
 
     top_k: Int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(
+        None,
+        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
+        description="Also called repeat_penalty",
+    )
     min_tokens: Int | None = None
-    ignore_eos: bool = False
+    ignore_eos: StrictBool = False
     stop_token_ids: Annotated[list[int], FAIL_FAST] | None = None
     allowed_token_ids: Annotated[list[int], FAIL_FAST] | None = Field(
         None, description="Only these tokens can be generated"
@@ -107,19 +122,19 @@ class SamplingFields(RequestBody):
     bad_words: Annotated[list[Text], FAIL_FAST] | None = Field(
         None, description="Texts that the answer must not contain"
     )
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = False
+    include_stop_str_in_output: StrictBool = False
+    skip_special_tokens: StrictBool = True
+    spaces_between_special_tokens: StrictBool = False
     truncate_prompt_tokens: Int | None = Field(
         None,
         description="Keep this many tokens at the end of the prompt; -1: as many as leave room "
         "for the answer",
     )
     prompt_logprobs: int | None = None
-    return_token_ids: bool = Field(
+    return_token_ids: StrictBool = Field(
         False, description="Also return the token ids of the prompt and the answer"
     )
-    return_tokens_as_token_ids: bool = Field(
+    return_tokens_as_token_ids: StrictBool = Field(
         False, description="Name the tokens of log-probabilities by their ids, as token_id:N"
     )
     best_of: int | None = Field(
@@ -127,7 +142,7 @@ class SamplingFields(RequestBody):
         description="Return the n likeliest of so many answers; not for streams. Number of beams "
         "with use_beam_search. Chats need it",
     )
-    use_beam_search: bool = Field(
+    use_beam_search: StrictBool = Field(
         False, description="Find n answers by beam search with best_of (or n) beams"
     )
     length_penalty: float = Field(
@@ -142,6 +157,8 @@ class SamplingFields(RequestBody):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Constraint on the answer, of more kinds than response_format"
     )
+    grammar: Text = Field("", description="Grammar of the answer, in GBNF or Lark")
+    json_schema: Schema | None = Field(None, description="JSON schema that the answer satisfies")
     vllm_xargs: Annotated[dict[str, Any], AfterValidator(encodable)] | None = Field(
         None, description="Arguments of logits processors, by name; they say which ones run"
     )
@@ -181,7 +198,9 @@ class SamplingFields(RequestBody):
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
-            structured_outputs=resolve_constraint(self.response_format, self.structured_outputs),
+            structured_outputs=resolve_constraint(
+                self.response_format, self.structured_outputs, self.grammar, self.json_schema
+            ),
             extra_args=self.vllm_xargs or None,
         )
 
@@ -294,7 +313,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(
         None, description="Number of likeliest tokens to report at each position"
     )
-    echo: bool = Field(False, description="Put the prompt before the answer")
+    echo: StrictBool = Field(False, description="Put the prompt before the answer")
     suffix: str | None = Field(None, description="Not supported")
 
     @property
@@ -505,8 +524,14 @@ class ChatRequest(SamplingFields):
     messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(max_length=MAX_MESSAGES)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: bool = False
+    logprobs: StrictBool = False
     top_logprobs: int | None = None
+    n_probs: int = Field(
+        0, ge=0, description="Sets logprobs, and top_logprobs to this number, unless it is 0"
+    )
+    timings_per_token: StrictBool = Field(
+        False, description="Report the times of the answer so far, as llama.cpp does"
+    )
     tools: Annotated[list[ChatTool] | None, only_type("function")] = Field(
         None, max_length=MAX_TOOLS, description="Functions that the model may call"
     )
@@ -515,11 +540,11 @@ class ChatRequest(SamplingFields):
         description="Default: auto. With required (also in allowed_tools) or a named tool, the "
         "answer is calls with valid arguments, which stop and stop_token_ids do not cut",
     )
-    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer")
-    add_generation_prompt: bool = Field(
+    parallel_tool_calls: StrictBool = Field(True, description="Allow several calls in one answer")
+    add_generation_prompt: StrictBool = Field(
         True, description="Begin a new answer, also after a message of the assistant"
     )
-    continue_final_message: bool = Field(
+    continue_final_message: StrictBool = Field(
         False,
         description="Continue the last message. Default: true if it is the assistant's, has no "
         "calls, and add_generation_prompt is left out",
@@ -532,7 +557,7 @@ class ChatRequest(SamplingFields):
     prediction: Prediction | None = Field(
         None, description="Text that the answer may repeat: makes the drafter ngram guess from it"
     )
-    echo: bool = Field(
+    echo: StrictBool = Field(
         False,
         description="Put the text of the last message before the answer, if it is the assistant's",
     )
@@ -541,6 +566,12 @@ class ChatRequest(SamplingFields):
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(encodable)] | None = None
     mm_processor_kwargs: ProcessorSettings | None = PROCESSOR_SETTINGS
+
+    @model_validator(mode="after")
+    def _read_n_probs(self) -> Self:
+        if self.n_probs and not self.logprobs:
+            self.logprobs, self.top_logprobs = True, self.n_probs
+        return self
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""
@@ -680,8 +711,8 @@ _UNSUPPORTED_WITH_BEAMS = (
     "tools", "prompt_logprobs", "echo", "stop", "top_p", "top_k", "min_p",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "include_stop_str_in_output",
-    "response_format", "structured_outputs", "skip_special_tokens",
-    "spaces_between_special_tokens", "vllm_xargs",
+    "response_format", "structured_outputs", "grammar", "json_schema", "skip_special_tokens",
+    "spaces_between_special_tokens", "vllm_xargs", "timings_per_token",
 )  # fmt: skip
 
 

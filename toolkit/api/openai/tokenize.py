@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, StrictInt
+from pydantic import ConfigDict, Field, StrictBool, StrictInt
 from starlette.responses import Response
 
-from toolkit.api.http.body_fields import RequestBody, Route, Text, parse_body
+from toolkit.api.http.body_fields import JsonRoute, RequestBody, Text, parse_body
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import server_of, target_of
@@ -18,13 +18,15 @@ from toolkit.api.openai.schemas import ChatRequest
 from toolkit.engine.async_llm import LONG_TEXT
 from toolkit.errors import InvalidRequestError
 
-router = APIRouter(tags=["tokens"], route_class=Route)
+router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
 MAX_DETOKENIZED = 2**20  # tokens of one request
 
 
 class TokenizeRequest(RequestBody):
-    """POST /tokenize: a text, or a conversation, to which the chat template is applied."""
+    """POST /tokenize: a text, or a conversation, to which the chat template is applied.
+
+    llama.cpp's fields for a text are content, add_special and with_pieces."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The sea is"}})
 
@@ -33,14 +35,24 @@ class TokenizeRequest(RequestBody):
     messages: Any = Field(
         None, description="A conversation instead of a prompt; takes the options of a chat"
     )
-    add_special_tokens: bool = Field(
+    add_special_tokens: StrictBool = Field(
         True, description="Add the tokenizer's special tokens to a prompt (such as BOS)"
     )
-    return_token_strs: bool = False
+    return_token_strs: StrictBool = False
+    content: Text | None = Field(None, description="Text to tokenize, in place of prompt")
+    add_special: StrictBool = Field(
+        False, description="Add the tokenizer's special tokens to content"
+    )
+    with_pieces: StrictBool = Field(
+        False, description="Return the token ids of content with their texts"
+    )
+    parse_special: StrictBool = Field(
+        True, description="Texts of special tokens become these; only true"
+    )
 
     def to_chat(self) -> ChatRequest:
         """Return the chat whose prompt is wanted. Raises InvalidRequestError."""
-        own_fields = {"prompt", "add_special_tokens", "return_token_strs"}
+        own_fields = set(TokenizeRequest.model_fields) - {"model", "messages"}
         given = self.model_dump(exclude=own_fields, exclude_none=True)
         return parse_body(ChatRequest, given)
 
@@ -54,15 +66,23 @@ class DetokenizeRequest(RequestBody):
     tokens: Annotated[list[StrictInt], Field(max_length=MAX_DETOKENIZED)]
 
 
+class Piece(msgspec.Struct):
+    """Token with its text, or with its bytes if they are not valid UTF-8."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokens(msgspec.Struct):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | Piece]
     token_strs: list[str] | None = None
 
 
 class Detokenized(msgspec.Struct):
     prompt: str
+    content: str  # the same, as llama.cpp names it
 
 
 class TokenizerInfo(msgspec.Struct):
@@ -78,21 +98,33 @@ class TokenizerInfo(msgspec.Struct):
 @access(Access.MODEL_WORK)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokenize a text or a conversation."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("/tokenize takes either prompt or messages.", param="prompt")
+    if [body.prompt, body.messages, body.content].count(None) != 2:
+        raise InvalidRequestError(
+            "/tokenize takes one of prompt, messages and content.", param="prompt"
+        )
+    if not body.parse_special:
+        raise InvalidRequestError(
+            "parse_special must be true: texts of special tokens become these.",
+            param="parse_special",
+        )
     chat = None if body.messages is None else body.to_chat()
     target = target_of(request, body if chat is None else chat)
     inputs = target.engine.inputs
-    tokenizer, text = inputs.require_tokenizer(), body.prompt or ""
+    tokenizer = inputs.require_tokenizer()
+    text, add_special_tokens = body.prompt or "", body.add_special_tokens
+    if body.content is not None:
+        text, add_special_tokens = body.content, body.add_special
     if chat is not None:
         tokens = await encode_conversation(target, chat.to_conversation(None), request)
     else:
         inputs.check_length(text)
-        encode = partial(tokenizer.encode, text, add_special_tokens=body.add_special_tokens)
+        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         tokens = await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
-    reply = Tokens(len(tokens), target.engine.info.max_model_len, tokens)
+    reply = Tokens(len(tokens), target.engine.info.max_model_len, [*tokens])
     if body.return_token_strs:
         reply.token_strs = [tokenizer.token_names[token] for token in tokens]
+    if body.with_pieces:
+        reply.tokens = [Piece(token, _piece(tokenizer.token_bytes(token))) for token in tokens]
     return _json(reply)
 
 
@@ -111,7 +143,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     else:
         text = tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return _json(Detokenized(text))
+    return _json(Detokenized(text, text))
 
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
@@ -130,6 +162,13 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
             chat_template=tokenizer.chat_template,
         )
     )
+
+
+def _piece(text: bytes) -> str | list[int]:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return list(text)
 
 
 def _json(value: msgspec.Struct) -> Response:

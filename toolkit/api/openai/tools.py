@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag
 
 from toolkit.api.http.body_fields import Body, Text
 from toolkit.api.openai.response_format import Schema
@@ -58,7 +58,7 @@ class FunctionTool(Body):
     parameters: Schema | None = Field(
         None, description="JSON schema of the arguments; default: no arguments"
     )
-    strict: bool | None = Field(
+    strict: StrictBool | None = Field(
         None,
         description="true: a required call has only the properties that the schema names; "
         "keywords that cannot be enforced are refused",

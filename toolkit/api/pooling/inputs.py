@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from toolkit.api.http.body_fields import Prompts, RequestBody, parse_body
 from toolkit.api.http.layers.limits import check_queue
@@ -60,7 +60,7 @@ class PooledRequest(RequestBody):
     messages: Any = Field(
         None, description="A conversation instead of an input; takes the options of a chat"
     )
-    add_generation_prompt: bool = Field(
+    add_generation_prompt: StrictBool = Field(
         False, description="End a conversation with the beginning of an answer"
     )
     truncate_prompt_tokens: Int | None = Field(None, description=TRUNCATE_DESCRIPTION)

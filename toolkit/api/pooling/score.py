@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, StrictBool, Tag
 from starlette.responses import Response
 
 from toolkit.api.http.body_fields import (
@@ -90,7 +90,7 @@ class RerankRequest(RequestBody):
     query: Text
     documents: Annotated[list[Document], FAIL_FAST]
     top_n: Int | None = Field(None, description="Number of best documents to return; default: all")
-    return_documents: bool = Field(True, description="Return the text of each document")
+    return_documents: StrictBool = Field(True, description="Return the text of each document")
     truncate_prompt_tokens: Int | None = _TRUNCATE
     priority: Int = _PRIORITY
 

@@ -1,0 +1,1 @@
+"""llama.cpp's routes, answered by the code of completions, chats and embeddings."""
