@@ -435,6 +435,25 @@ def test_tabs_show_and_stop_each_others_answers(page: Browser) -> None:
     page.run("tab.close()")
 
 
+def test_an_answer_of_a_tab_that_is_gone_is_lost(page: Browser) -> None:
+    """A tab that crashes says nothing. One that lives is asked, and answers."""
+    page.run("tab = new BroadcastChannel('tk:/'), asked = 0")
+    ask(page, "one")
+    reply(page, "first")
+    page.run("theirs = structuredClone(current), theirs.turns[0].answers[0].state = 'running'")
+    page.run("tab.onmessage = ({data}) => data || (asked++, tab.postMessage(theirs))")
+    page.run("tab.postMessage(theirs)")
+    page.until("isRunning(current)")
+    page.run(
+        "[...Array(9)].reduce(async (before) => {"
+        "await before; askTabs(); await new Promise((done) => setTimeout(done, 30)); }, 0)"
+    )
+    assert page.run("isRunning(current) && asked >= 9")
+    page.run("tab.close(), [...Array(9)].forEach(askTabs)")
+    assert page.run("isRunning(current)") is False
+    assert "This answer was interrupted." in page.run("$('turns').innerText")
+
+
 def test_conversations_are_renamed(page: Browser) -> None:
     ask(page, "one")
     reply(page, "first")
@@ -550,6 +569,35 @@ def test_markdown_that_grows_keeps_finished_blocks(page: Browser) -> None:
         }}
         return kept.at(-1) === kept.find((one) => one.textContent === "One") ? "same" : "new";
     }})()""") == "same"  # fmt: skip
+
+
+CODE = """````js
+let a = "x" /* two
+lines */ + `three ${1}` // end
+if (interval) '' + 12.5
+````
+
+```python3
+s = \"\"\"a
+b\"\"\" + 'c' # d
+```
+"""
+
+
+def test_code_that_grows_keeps_what_cannot_change(page: Browser) -> None:
+    """Each character looks as if all had been shown at once. The first token keeps its node."""
+    assert page.run(f"""(() => {{
+        const text = {json.dumps(CODE)}, growing = new MarkdownView(el("div")), kept = new Set();
+        for (let end = 1; end <= text.length; end++) {{
+            const whole = new MarkdownView(el("div"));
+            growing.update(text.slice(0, end));
+            whole.update(text.slice(0, end));
+            if (growing.node.innerHTML !== whole.node.innerHTML) return text.slice(0, end);
+            if (!/lines(?!.*12)/s.test(text.slice(0, end))) continue;
+            kept.add(growing.node.querySelector(".k"));
+        }}
+        return kept.size;
+    }})()""") == 1  # fmt: skip
 
 
 def test_hostile_markdown_takes_little_time(page: Browser) -> None:

@@ -7,6 +7,7 @@ const MAX_FILE = 2 ** 20; // bytes of a text file
 const MAX_SIDE = 2048; // pixels of a picture; larger ones are made smaller
 const POLL = 1000; // milliseconds between two readings of the server's load
 const MIN_TIME = 20; // milliseconds of an answer whose speed is shown
+const MAX_SILENCE = 5; // readings of the load without word of an answer that another tab gets
 const SAVE = 1000; // milliseconds between two savings of an answer that grows
 const KEPT = 0.5; // part of the context that is sent once the oldest turns are left out
 const RESERVED = 0.125; // part of the context for the answer
@@ -26,6 +27,7 @@ let failure = ""; // to read the server's load
 let isFollowing = true; // the end of the conversation stays in view
 const jobs = new Map(); // id of a conversation: AbortController, while this tab gets its answer
 const views = new WeakMap(); // turn: TurnView
+const silence = new WeakMap(); // conversation: readings since it came from another tab
 const settings = readStorage("localStorage", "tk-settings", {});
 
 function icon(name) {
@@ -204,6 +206,19 @@ function receive(found) {
   list([found]);
   if (found.id === current.id) show(isDeleted ? newConversation() : found);
   else showList();
+}
+
+/** Ask the other tabs for the answers that they get. One that no tab has is lost. */
+function askTabs() {
+  const theirs = conversations.filter((one) => isRunning(one) && !jobs.has(one.id));
+  if (theirs.length) store.tabs.postMessage(null);
+  for (const one of theirs) {
+    silence.set(one, (silence.get(one) ?? 0) + 1);
+    if (silence.get(one) > MAX_SILENCE) {
+      answerOf(one.turns.at(-1)).state = "lost";
+      receive(one);
+    }
+  }
 }
 
 // Turns
@@ -649,6 +664,7 @@ async function poll() {
     } catch (error) {
       failure = error.message;
     }
+    askTabs();
     showSend();
     for (const [name, value] of Object.entries(shown)) $(`figure-${name}`).textContent = value;
   }
@@ -828,7 +844,7 @@ async function main() {
   current = newConversation();
   listen();
   store = await Store.open((found) => (found ? receive(found) : conversations.forEach((one) => {
-    if (jobs.has(one.id)) store.put(one);
+    if (jobs.has(one.id)) store.tabs.postMessage(one);
   })));
   if (!store.isKept) $("keeping").textContent = "This browser keeps no data: conversations end " +
     "with this page.";

@@ -15,11 +15,12 @@ function el(name, attributes = {}, ...children) {
   return node;
 }
 
-/** Shows Markdown that grows. Blocks whose source is unchanged keep their nodes. */
+/** Shows Markdown that grows. Blocks whose source is unchanged keep their nodes, and so does the
+ *  beginning of code. */
 class MarkdownView {
   constructor(node) {
     this.node = node;
-    this.shown = []; // {source, node} of each block
+    this.shown = []; // {source, node, language} of each block
   }
 
   update(text) {
@@ -29,10 +30,15 @@ class MarkdownView {
       const source = lines.slice(block.start, block.end).join("\n");
       const old = this.shown[index];
       if (old?.source !== source) {
-        const node = renderBlock(block, 0);
-        if (old) old.node.replaceWith(node);
-        else this.node.append(node);
-        this.shown[index] = { source, node };
+        let node = old?.node;
+        if (node?.grow && old.language === block.language) {
+          node.grow(block.code.join("\n"));
+        } else {
+          node = renderBlock(block, 0);
+          if (old) old.node.replaceWith(node);
+          else this.node.append(node);
+        }
+        this.shown[index] = { source, node, language: block.language };
       }
       index++;
     }
@@ -222,16 +228,38 @@ function link(url, { label, picture }, within, source = url) {
 }
 
 function renderCode(code, language) {
-  const text = el("code", {}, ...highlight(code, language.toLowerCase()));
-  const button = el("button", { class: "small" }, "Copy");
-  button.addEventListener("click", async () => {
-    await copyText(code);
-    button.textContent = "Copied";
-    setTimeout(() => (button.textContent = "Copy"), 1500);
-  });
-  return el("figure", { class: "code" },
+  const text = el("code");
+  const pattern = patternOf(language.toLowerCase());
+  const button = el("button", {
+    class: "small",
+    onclick: async () => {
+      await copyText(code);
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = "Copy"), 1500);
+    },
+  }, "Copy");
+  const node = el("figure", { class: "code" },
     el("figcaption", {}, el("span", {}, language || "text"), button),
     el("pre", { tabindex: 0, "aria-label": `Code, ${language || "text"}` }, text));
+  let kept = null, start = 0; // the last token that more code cannot change, and its end
+  node.grow = (now) => {
+    if (!now.startsWith(code)) [kept, start] = [null, 0]; // a part of the fence was shown
+    code = now;
+    if (!pattern || code.length > MAX_CODE) return (text.textContent = code);
+    while (text.lastChild !== kept) text.lastChild.remove();
+    let end = (pattern.lastIndex = start);
+    for (const found of code.matchAll(pattern)) {
+      const { comment, string, number, word } = found.groups;
+      const kind = comment ? "c" : string ? "s" : number ? "n" : KEYWORDS.has(word) && "k";
+      if (!kind) continue;
+      [kept, start] = [text.lastChild, end];
+      text.append(code.slice(end, found.index), el("span", { class: kind }, found[0]));
+      end = found.index + found[0].length;
+    }
+    text.append(code.slice(end));
+  };
+  node.grow(code);
+  return node;
 }
 
 /** Copy text. Browsers offer their clipboard only to this machine's pages and to HTTPS. */
@@ -263,24 +291,13 @@ const KEYWORDS = new Set((
 ).split(" "));
 const MAX_CODE = 50000; // characters with colours
 
-/** Return nodes of code: comments, strings, numbers and keywords of common languages. */
-function highlight(code, language) {
+/** Return a pattern of comments, strings, numbers and words; null for an unknown language. */
+function patternOf(language) {
   const comment = Object.keys(COMMENTS).find((key) => COMMENTS[key].split(" ").includes(language));
-  if (!comment || code.length > MAX_CODE) return [code];
+  if (!comment) return null;
   const rest = comment === "//" ? "//.*|/\\*[^]*?(?:\\*/|$)" : `${comment}.*`;
-  const pattern = new RegExp(
+  return new RegExp(
     `(?<comment>(?<![\\w$&])(?:${rest}))|(?<string>"""[^]*?(?:"""|$)|"(?:[^"\\\\\\n]|\\\\.)*"?` +
     "|'(?:[^'\\\\\\n]|\\\\.)*'?|`[^`]*`?)|(?<number>\\b\\d[\\w.]*)" +
     "|(?<word>[A-Za-z_$][\\w$]*)", "g");
-  const nodes = [];
-  let end = 0;
-  for (const found of code.matchAll(pattern)) {
-    const { comment, string, number, word } = found.groups;
-    const kind = comment ? "c" : string ? "s" : number ? "n" : KEYWORDS.has(word) && "k";
-    if (!kind) continue;
-    nodes.push(code.slice(end, found.index), el("span", { class: kind }, found[0]));
-    end = found.index + found[0].length;
-  }
-  nodes.push(code.slice(end));
-  return nodes;
 }

@@ -56,7 +56,7 @@ def _asset(name: str) -> str:
     text = files("toolkit.api.web").joinpath(name).read_text(encoding="utf-8")
     text = re.sub(r"(?:^ *| +)// .*$|^ */\*\* .* \*/$|^ +", "", text, flags=re.MULTILINE)
     if name.endswith(".css"):
-        text = re.sub(r"\s*([{};])\s*", r"\1", text)
+        text = re.sub(r"\s*([{};])\s*|([:,]) ", r"\1\2", text).replace(";}", "}")
     return re.sub(r"\n{2,}", "\n", text)
 
 

@@ -7,7 +7,7 @@
 
 class Store {
   // `receive` gets conversations that other tabs change, {id} of those that they delete, and null
-  // from a new tab, which asks for those that are being answered.
+  // from a tab that asks for those that are being answered.
 
   /** Open the database. Pages of other paths of this host have others. */
   static async open(receive) {
