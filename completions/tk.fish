@@ -205,7 +205,6 @@ complete -c tk -n "__tk_at 'tk serve'" -l chat-template-file -x -d 'Another name
 complete -c tk -n "__tk_at 'tk serve'" -l chat-template-kwargs -x -d 'Another name of --default-chat-template-kwargs'
 complete -c tk -n "__tk_at 'tk serve'" -l ssl-key-file -x -d 'Another name of --ssl-keyfile'
 complete -c tk -n "__tk_at 'tk serve'" -l ssl-cert-file -x -d 'Another name of --ssl-certfile'
-complete -c tk -n "__tk_at 'tk serve'" -l api-prefix -x -d 'Another name of --root-path'
 complete -c tk -n "__tk_at 'tk serve'" -l no-webui -d 'Another name of --no-web'
 complete -c tk -n "__tk_at 'tk serve'" -l no-ui -d 'Another name of --no-web'
 complete -c tk -n "__tk_at 'tk serve'" -l no-cache-prompt -d 'Another name of --no-enable-prefix-caching'

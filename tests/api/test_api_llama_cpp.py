@@ -119,6 +119,7 @@ def test_timings_are_in_each_event(http: httpx.Client) -> None:
     [
         ({"temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1}, {"top_k": 7, "min_p": 0.1}),
         ({"seed": -1}, {"seed": None}),
+        ({"seed": 2**32 - 1}, {"seed": None}),
         ({"n_predict": -1}, {"max_tokens": None}),
         ({"n_predict": 3, "max_tokens": 5}, {"max_tokens": 3}),
         ({"max_tokens": 5}, {"max_tokens": 5}),
@@ -229,6 +230,9 @@ def test_templated_prompt_continues_as_the_chat(http: httpx.Client) -> None:
     found = complete(http, prompt=prompt)
     assert found["content"] == answer["choices"][0]["message"]["content"]
     assert found["tokens_evaluated"] == answer["usage"]["prompt_tokens"]
+    body = {"messages": QUESTION, "chat_template": "x"}
+    answer = http.post("/apply-template", json=body)
+    assert "chat_template is not supported" in answer.json()["error"]["message"]
 
 
 def test_tokens_of_a_text_and_back(http: httpx.Client, reference: Reference) -> None:

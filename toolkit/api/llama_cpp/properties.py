@@ -23,7 +23,7 @@ from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import Target, server_of, target_of
 from toolkit.api.llama_cpp.completion import settings_of
 from toolkit.api.openai.chat import chat_completions
-from toolkit.api.openai.conversation import encode_conversation
+from toolkit.api.openai.conversation import render_conversation
 from toolkit.api.openai.models import list_models
 from toolkit.api.openai.schemas import ChatRequest
 from toolkit.api.pooling.inputs import MAX_INPUTS, PoolingJob
@@ -141,16 +141,12 @@ async def adapters(request: Request, model: str | None = None) -> Response:
 @router.post("/apply-template", response_model=None, responses=answers(TemplatedPrompt))
 @access(Access.MODEL_WORK)
 async def apply_template(body: ChatRequest, request: Request) -> Response:
-    """Return the prompt of a conversation as text, without the first token if it is BOS.
-
-    /completion puts it before a text again."""
+    """Return the prompt of a conversation as text, without a BOS that /completion would add."""
     target = target_of(request, body)
-    token_ids = await encode_conversation(target, body.to_conversation(None), request)
+    text = await render_conversation(target, body.to_conversation(None))
     tokenizer = target.engine.inputs.require_tokenizer()
-    first = tokenizer.encode("")[:1]
-    if first and token_ids[:1] == first:
-        token_ids = token_ids[1:]
-    return _json(TemplatedPrompt(tokenizer.decode(token_ids, skip_special_tokens=False)))
+    begin = tokenizer.decode(tokenizer.encode("")[:1], skip_special_tokens=False)
+    return _json(TemplatedPrompt(text.removeprefix(begin)))
 
 
 @router.post("/embedding", response_model=None, responses=_LISTED)

@@ -9,7 +9,7 @@ from toolkit.api.http.body_fields import BY_KIND, LIST, TEXT, Body, Text
 from toolkit.api.openai.schemas import STOPS, Int
 from toolkit.errors import InvalidRequestError
 
-_RANDOM_SEED = -1
+_RANDOM_SEEDS = (-1, 2**32 - 1)  # the second is the first as 32 bits without a sign
 _ALL_TOKENS, _NO_TOKENS = -1, 0  # values of repeat_last_n
 NO_LIMIT = (-1, -2)  # values of n_predict: until the end token, or the end of the context
 
@@ -48,7 +48,7 @@ class LlamaSampling(Body):
             "top_k": self.top_k,
             "top_p": self.top_p,
             "min_p": self.min_p,
-            "seed": None if self.seed == _RANDOM_SEED else self.seed,
+            "seed": None if self.seed in _RANDOM_SEEDS else self.seed,
             "stop": self.stop,
             **self._penalties(),
         }

@@ -142,6 +142,23 @@ async def encode_conversation(target: Target, asked: Conversation, request: Requ
     return _sight_of(target, asked).expand(token_ids, pictures)[0]
 
 
+async def render_conversation(target: Target, asked: Conversation) -> str:
+    """Return the prompt of a conversation as text. Special tokens that messages spell stay in it.
+
+    Raises InvalidRequestError, also for pictures and a template of the request."""
+    if asked.pictures or asked.template is not None:
+        name = "chat_template" if asked.template is not None else asked.pictures[0].param
+        raise InvalidRequestError(f"{name} is not supported: the prompt is text.", param=name)
+    tokenizer = target.engine.inputs.require_tokenizer()
+    messages, options = _adapt(target, asked, _options(target, asked))
+
+    def render() -> str:
+        return tokenizer.render_chat(messages, **options)
+
+    is_long = asked.length > LONG_CONVERSATION
+    return await asyncio.to_thread(render) if is_long else render()
+
+
 async def _load_pictures(
     target: Target, asked: Conversation, request: Request, *, is_checked: bool
 ) -> list[Picture]:
@@ -172,11 +189,8 @@ async def _encode_conversation(target: Target, asked: Conversation, request: Req
             "--trust-request-chat-template allows it.",
             param="chat_template",
         )
-    options = {**(config.default_chat_template_kwargs or {}), **asked.options}
-    if asked.tools.tools:
-        options["tools"] = [tool.given for tool in asked.tools.tools]
     is_long = asked.length > LONG_CONVERSATION
-    messages, options = _adapt(target, asked, options)
+    messages, options = _adapt(target, asked, _options(target, asked))
     allow = config.allow_special_tokens_in_messages
     if asked.template is not None:
         given = {"messages": messages, **options}
@@ -186,6 +200,14 @@ async def _encode_conversation(target: Target, asked: Conversation, request: Req
         return target.engine.inputs.chat_prompt(messages, allow_special_tokens=allow, **options)
 
     return await asyncio.to_thread(encode) if is_long else encode()
+
+
+def _options(target: Target, asked: Conversation) -> dict[str, Any]:
+    """Return the template's input other than the messages."""
+    options = {**(target.server.config.default_chat_template_kwargs or {}), **asked.options}
+    if asked.tools.tools:
+        options["tools"] = [tool.given for tool in asked.tools.tools]
+    return options
 
 
 async def _encode_apart(
