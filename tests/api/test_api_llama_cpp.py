@@ -169,6 +169,8 @@ def test_options_that_are_off_have_no_effect(http: httpx.Client) -> None:
         ({"n_probs": 101}, "n_probs must be"),
         ({"repeat_penalty": 0}, "repeat_penalty must be"),
         ({"logit_bias": [[1, True]]}, "logit_bias must have pairs such as"),
+        ({"logit_bias": [3]}, "logit_bias must have pairs such as"),
+        ({"logit_bias": {"1" * 20_000: 1}}, "logit_bias takes texts of at most 16384"),
         ({"stream": "yes"}, 'stream must be true or false; got "yes"'),
     ],
 )

@@ -11,11 +11,12 @@ from toolkit.api.llama_cpp.sampling import NO_LIMIT, PARAM_NAMES, LlamaSampling
 from toolkit.api.openai.response_format import Schema, resolve_constraint
 from toolkit.api.openai.schemas import MAX_BIASES, Int, answer_params
 from toolkit.errors import InvalidParamError
-from toolkit.sampling.params import SamplingParams
+from toolkit.sampling.params import MAX_TEXT, SamplingParams
 from toolkit.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 2048
 LlamaPrompt = str | list[int | str]
+_ID_DIGITS = 10  # at most, of a token id
 _NOT_READ = "Not read: "
 
 
@@ -115,14 +116,21 @@ def _read_biases(given: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[int,
     pairs = list(given.items()) if isinstance(given, dict) else given or []
     if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
         raise InvalidParamError("logit_bias", f"must be a list of at most {MAX_BIASES} pairs.")
+    length = 0
     for pair in pairs:
         match pair:
             case [int() as token, float() | int() as bias] if bias is not True:
                 yield token, bias
             case [str() as text, float() | int() as bias] if bias is not True:
-                if isinstance(given, dict) and text.isdecimal():
+                if isinstance(given, dict) and text.isdecimal() and len(text) <= _ID_DIGITS:
                     yield int(text), bias
-                elif tokenizer is not None:
+                    continue
+                length += len(text)
+                if length > MAX_TEXT:
+                    raise InvalidParamError(
+                        "logit_bias", f"takes texts of at most {MAX_TEXT} characters in all."
+                    )
+                if tokenizer is not None:
                     for token in tokenizer.encode(text, add_special_tokens=False):
                         yield token, bias
             case _:
