@@ -189,7 +189,7 @@ complete -c tk -n "__tk_at 'tk serve'" -l num-speculative-tokens -x -d 'Another 
 complete -c tk -n "__tk_at 'tk serve'" -l ngram-prompt-lookup-max -x -d 'Another name of --speculative-config.prompt_lookup_max'
 complete -c tk -n "__tk_at 'tk serve'" -l ngram-prompt-lookup-min -x -d 'Another name of --speculative-config.prompt_lookup_min'
 complete -c tk -n "__tk_at 'tk serve'" -l rope-theta -x -d 'Another name of --hf-overrides.rope_theta'
-complete -c tk -n "__tk_at 'tk serve'" -l hf-repo -x -d 'Another name of {}'
+complete -c tk -n "__tk_at 'tk serve'" -l hf-repo -x -d 'Another name of --model'
 complete -c tk -n "__tk_at 'tk serve'" -l alias -x -d 'Another name of --served-model-name'
 complete -c tk -n "__tk_at 'tk serve'" -l ctx-size -x -d 'Another name of --max-model-len'
 complete -c tk -n "__tk_at 'tk serve'" -l parallel -x -d 'Another name of --max-num-seqs'

@@ -113,7 +113,7 @@ def line_of(words: str, name: str, value: str, sample: str = "8") -> list[str]:
 def test_honoured_flags_set_what_the_table_says(words: str):
     rows = {row.flag: row for row in settings_of(command_of(words)).values()}
     for name, value, use in rows_of(words, Use):
-        if not use.flags.startswith("-") or name == "--help":
+        if not use.flags or name == "--help":
             continue
         targets = [flag.partition(" ") for flag in re.findall(r"--\S+(?: [^-]\S*)?", use.flags)]
         own = [rows[flag.partition(".")[0].replace("--no-", "--")] for flag, _, _ in targets]

@@ -6,7 +6,7 @@ from toolkit.config.vllm import Note, Refusal, Table, Use
 
 SERVE: Table = (
     # --- honoured under another name
-    (Use("{}"), "-hf= -hfr= --hf-repo="),
+    (Use("--model {}"), "-hf= -hfr= --hf-repo="),
     (Use("--served-model-name {}"), "-a= --alias="),
     (Use("--max-model-len {}"), "-c= --ctx-size="),
     (Use("--max-num-seqs {}"), "-np= --parallel="),

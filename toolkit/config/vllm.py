@@ -339,13 +339,20 @@ SERVE: Table = (
             "Start a server on each machine behind a proxy, or use "
             "--distributed-executor-backend ray; see docs/multi-gpu.md."
         ),
-        "--headless --nnodes= -n= --node-rank= -r= --master-addr= --master-port= "
+        "--headless --nnodes= --node-rank= -r= --master-addr= --master-port= "
         "--data-parallel-address= -dpa= --data-parallel-rank= -dpn= --data-parallel-start-rank= "
         "-dpr= --data-parallel-size-local= -dpl= --data-parallel-hybrid-lb -dph "
         "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm "
         "--data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
         "--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= "
         "--enable-scale-out --disable-nccl-for-dp-synchronization",
+    ),
+    (
+        Refusal(
+            "If it is vLLM's number of machines, see docs/multi-gpu.md; if it is llama.cpp's "
+            "number of tokens, requests have max_tokens."
+        ),
+        "-n=",
     ),
     (
         Refusal("Use --distributed-executor-backend ray."),
