@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.kernels import mxfp4
+
+Position = TypeVar("Position", int, Tensor)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # greatest number of e4m3 (Micikevicius et al., arXiv:2209.05433)
@@ -37,6 +39,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int = 0,
+    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     last_key: Tensor | None = None,
@@ -46,14 +49,14 @@ def paged_attention(
     q: `[num_tokens, num_heads, head_size]`; query_start_loc: `[num_reqs + 1]`; seq_lens:
     `[num_reqs]`, the context with this step's tokens, which are in the cache already; block_table:
     `[num_reqs, max_blocks]`. The queries of a request are its last positions. A query sees itself
-    and earlier tokens, `sliding_window` in all unless that is 0. `soft_cap` bounds the logits: cap
+    and earlier tokens: from `first_key` on. `soft_cap` bounds the logits: cap
     * tanh(logits / cap) (Gemma 2, arXiv:2408.00118). `sinks`, fp32 `[num_heads]`, are logits that
     join each softmax without a value (gpt-oss; Xiao et al., arXiv:2309.17453). Head h reads KV head
     `h // (num_heads // num_kv_heads)`.
 
     `last_key`, int32 `[num_tokens]`, is the position up to which each query sees: its own or a
-    later one in the cache, never before that of the request's query ahead of it. The window still
-    begins `sliding_window - 1` before the query itself (Gemma 3's pictures, as in Transformers).
+    later one in the cache, never before that of the request's query ahead of it. `first_key` is
+    still that of the query itself (Gemma 3's pictures, as in Transformers).
 
     Returns `[num_tokens, num_heads, head_size]` in q's dtype. Tokens past the last request are 0.
     """
@@ -63,9 +66,9 @@ def paged_attention(
     for request, seq_len in enumerate(seq_lens.tolist()):
         first_token, last_token = bounds[request], bounds[request + 1]
         first_query = seq_len - (last_token - first_token)
-        first_key = max(0, first_query - sliding_window + 1) if sliding_window else 0
+        first = max(0, first_key(first_query, sliding_window, chunk))
         query_pos = torch.arange(first_query, seq_len, device=q.device)
-        key_pos = torch.arange(first_key, max(seq_len, first_key), device=q.device)
+        key_pos = torch.arange(first, max(seq_len, first), device=q.device)
 
         block = block_table[request, key_pos // block_size].long()
         k = k_cache[block, key_pos % block_size].float()  # [keys, num_kv_heads, head_size]
@@ -80,8 +83,7 @@ def paged_attention(
             logits = soft_cap * torch.tanh(logits / soft_cap)
         last = query_pos if last_key is None else last_key[first_token:last_token]
         visible = key_pos <= last[:, None]
-        if sliding_window:
-            visible &= key_pos > query_pos[:, None] - sliding_window
+        visible &= key_pos >= first_key(query_pos, sliding_window, chunk)[:, None]
         logits = logits.masked_fill(~visible, -torch.inf)
         if sinks is None:
             weights = logits.softmax(-1)
@@ -90,6 +92,15 @@ def paged_attention(
             weights = torch.cat((logits, sink), dim=-1).softmax(-1)[..., :-1]
         out[first_token:last_token] = torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2)
     return out.to(q.dtype)
+
+
+def first_key(position: Position, sliding_window: int, chunk: int) -> Position:
+    """Return the position of the first key that queries see; negative: they see all.
+
+    It is that of their chunk of `chunk` tokens (Llama 4), or `sliding_window - 1` before them."""
+    if chunk:
+        return position // chunk * chunk
+    return position - (sliding_window - 1) if sliding_window else position * 0
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

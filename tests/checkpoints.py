@@ -29,6 +29,7 @@ NEW_TOKENS = 64  # per answer in the parity tests
 _CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Gemma3Seeing": "Gemma3Config",
+    "Llama4": "Llama4TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
     "Qwen3_5Seeing": "Qwen3_5Config",
     "Qwen3_5MoeSeeing": "Qwen3_5MoeConfig",

@@ -386,8 +386,8 @@ MUTATIONS = (
         "models",
         "fallback-ignores-windows",
         "toolkit/models/fallback/model.py",
-        "            call.window,\n",
-        "            0,\n",
+        "sliding_window=call.window",
+        "sliding_window=0",
         ("tests/models/test_fallback.py",),
     ),
     Mutation(
@@ -426,8 +426,8 @@ MUTATIONS = (
         "kernels",
         "decode-windows-are-one-too-long",
         "kernels/triton/attention/attention_kernels.py",
-        "begin = tl.maximum(begin, seq_len - window)",
-        "begin = tl.maximum(begin, seq_len - window - 1)",
+        "begin = tl.maximum(_first_key(first_query, window, CHUNKED), 0)",
+        "begin = tl.maximum(_first_key(first_query, window, CHUNKED) - 1, 0)",
         ("tests/kernels/attention/test_decode_attention.py",),
     ),
     Mutation(

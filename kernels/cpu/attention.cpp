@@ -247,6 +247,7 @@ class Attention {
   }
 
   int64_t first_visible(int64_t position) const {
+    if (layer_.chunk) return position / layer_.chunk * layer_.chunk;
     return layer_.sliding_window ? larger(0, position - layer_.sliding_window + 1) : 0;
   }
 
@@ -315,8 +316,8 @@ class Attention {
     alignas(64) float sums[kState] = {};  // [.., padded]
     alignas(64) float maximum[kMaxRows];
     alignas(64) float total[kMaxRows] = {};
-    alignas(64) int32_t own[kMaxRows];   // positions, for many rows
-    alignas(64) int32_t last[kMaxRows];  // and those of the last keys that they see
+    alignas(64) int32_t first[kMaxRows];  // for many rows, the first key that each sees
+    alignas(64) int32_t last[kMaxRows];   // and the last
   };
 
   static bool is_across(const Item& item) { return item.num_rows > kFewRows; }
@@ -364,7 +365,7 @@ class Attention {
     }
     for (int64_t r = 0; r < kMaxRows; ++r) {
       const int64_t row = item.first_row + smaller(r, item.num_rows - 1);
-      state.own[r] = static_cast<int32_t>(position(item.request, row));
+      state.first[r] = static_cast<int32_t>(first_visible(position(item.request, row)));
       state.last[r] = static_cast<int32_t>(last_visible(item.request, row));
     }
   }
@@ -474,20 +475,18 @@ class Attention {
                   const float* const* values, int64_t offset, State& state) const {
     alignas(64) float logits[kMaxRows * kKeys];
     const int64_t count = smaller(kKeys, item.num_keys - first), lanes = num_lanes(item);
-    const int32_t tile = static_cast<int32_t>(item.first_key + first),
-                  window = static_cast<int32_t>(layer_.sliding_window);
+    const int32_t tile = static_cast<int32_t>(item.first_key + first);
     int64_t begin = 0;  // rows before it see no key of the tile
     while (begin + kLanes < lanes && state.last[begin + kLanes - 1] < tile) begin += kLanes;
     multiply_across(state.q, keys, offset, size_, begin, lanes, logits);
     for (int64_t r = begin; r < lanes; r += kLanes) {
-      IntVec own, last;
-      std::memcpy(&own, state.own + r, sizeof own);
+      IntVec from, last;
+      std::memcpy(&from, state.first + r, sizeof from);
       std::memcpy(&last, state.last + r, sizeof last);
       const IntVec behind = last - tile + 1,
                    to = behind < (int32_t)count ? behind : IntVec{} + (int32_t)count;
-      const IntVec from = window ? own - tile + 1 - window : IntVec{};
       float factors[kLanes];
-      store(factors, to_weights(logits + r, lanes, from, to, layer_.soft_cap, state.maximum + r,
+      store(factors, to_weights(logits + r, lanes, from - tile, to, layer_.soft_cap, state.maximum + r,
                                 state.total + r));
       for (int64_t i = 0; i < smaller(kLanes, item.num_rows - r); ++i)
         rescale(state.sums + (r + i) * padded_, factors[i]);

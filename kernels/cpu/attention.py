@@ -22,7 +22,8 @@ class _Layer(ctypes.Structure):
         *((name, SIZE) for name in ("q_stride", "k_stride", "norm_is_bf16")),
         *((name, SIZE) for name in ("is_centered", "norm_is_last")),
         *((name, SIZE) for name in ("num_heads", "num_kv_heads", "head_size", "block_size")),
-        *((name, SIZE) for name in ("sliding_window", "is_bf16", "block_stride", "row_size")),
+        *((name, SIZE) for name in ("sliding_window", "chunk", "is_bf16")),
+        *((name, SIZE) for name in ("block_stride", "row_size")),
         *((name, FLOAT) for name in ("scale", "soft_cap", "eps", "clip")),
     ]
 
@@ -96,6 +97,7 @@ class Layer:
         *,
         scale: float,
         sliding_window: int = 0,
+        chunk: int = 0,
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
         norm: HeadNorm | None = None,
@@ -145,7 +147,7 @@ class Layer:
             *([head_size * (len(weight) > 1) for weight in weights] or [0, 0]),
             bool(weights) and weights[0].dtype == torch.bfloat16,
             *((norm.is_centered, norm.is_last) if norm is not None else (False, False)),
-            *(num_heads, num_kv_heads, head_size, block_size, sliding_window),
+            *(num_heads, num_kv_heads, head_size, block_size, sliding_window, chunk),
             *(self.dtype == torch.bfloat16, k_cache.stride(0), self.width),
             *(scale, soft_cap, norm.eps if norm is not None else 0.0, clip),
         )

@@ -108,6 +108,8 @@ def test_cpu_backend_equals_the_reference() -> None:
     assert_equals_reference(AttentionShape(4, 4, 64, 0.125))
     assert_equals_reference(AttentionShape(8, 2, 32, 0.2, sliding_window=11), normed(32))
     assert_equals_reference(AttentionShape(6, 3, 16, 0.25), normed(16))
+    assert_equals_reference(AttentionShape(8, 2, 32, 0.2, chunk=7), normed(32))
+    assert_equals_reference(AttentionShape(8, 2, 32, 0.2, chunk=7, soft_cap=3.0), normed(32))
 
 
 @pytest.mark.usefixtures("kernels")

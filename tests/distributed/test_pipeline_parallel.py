@@ -61,7 +61,7 @@ def load() -> Iterator[Callable[..., LLM]]:
     ("name", "tensor", "stages"),
     [
         *[("gpt2", 2, 2), ("gemma3", 2, 2), ("cohere2", 1, 2)],
-        *[("qwen2-tied-some-windows", 1, 3), ("qwen3-moe", 1, 2)],
+        *[("qwen2-tied-some-windows", 1, 3), ("qwen3-moe", 1, 2), ("llama4", 2, 2)],
     ],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(

@@ -72,7 +72,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(sharded, name, size):
     check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "granite-moe-shared"])
+@pytest.mark.parametrize("name", ["gpt-oss", "granite-moe-shared", "llama4"])
 def test_ranks_with_complete_experts_equal_transformers(sharded, name):
     llm = sharded(name, 2, max_num_batched_tokens=24, enable_expert_parallel=True)
     check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)

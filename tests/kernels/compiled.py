@@ -141,6 +141,7 @@ DECODE = {
     "ROWS": 16,
     "KEYS": 32,
     "SLIDING": False,
+    "CHUNKED": False,
     "CAPPED": False,
     "QUERIES": 1,
 }
@@ -464,12 +465,12 @@ def main() -> None:
     split = {"OWN": False, "SPLIT": True, "HALF": 0, "NORMED": False, "ORDERED": False}
     compile_kernel("decode, split", decode_kernel, DECODE_TYPES, DECODE | plain | split, 2, 3)
     several = split | {"QUERIES": 5, "ROWS": 32, "SLIDING": True}
-    most = several | {"QUERIES": 16, "GROUP": 8, "ROWS": 128}
+    most = several | {"QUERIES": 16, "GROUP": 8, "ROWS": 128, "CHUNKED": True}
     compile_kernel("decode, most drafts", decode_kernel, DECODE_TYPES, DECODE | plain | most, 8, 3)
     prompts = DECODE_TYPES | {"last_key_ptr": "*i32"}
     gemma = {"HEAD_SIZE": 256, "HEAD_PAD": 256, "GROUP": 2, "KV_HEADS": 4, "BLOCK_SIZE": 16}
     gemma |= {"TOKENS": 32, "ROWS": 64, "KEYS": 32, "SLIDING": True, "CAPPED": False}
-    gemma |= {"INDIRECT": True, "sinks_ptr": None}
+    gemma |= {"CHUNKED": False, "INDIRECT": True, "sinks_ptr": None}
     compile_kernel("prompts both ways", prefill_kernel, prompts, gemma, 4, 3)
     merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True, "QUERIES": 1}
     compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)

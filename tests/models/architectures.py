@@ -560,6 +560,31 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "use_qk_norm": True,
         },
     ),
+    "llama4": (  # as in Scout: layers with and without rotation; the first has no experts
+        "Llama4",
+        _MEDIUM
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 24,
+            "floor_scale": 16,
+            "attn_scale": 0.7,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         _MEDIUM
@@ -679,6 +704,16 @@ OPTIONS: dict[str, dict] = {
     "helium": _ALL_BIASES | _EPS,
     "hunyuan": {"attention_bias": False} | _EPS,
     "llama-rope-linear": _EPS,
+    "llama4": {
+        "attention_bias": True,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "moe_layers": [0, 3],
+        "num_experts_per_tok": 3,
+        "no_rope_layers": [0, 1, 1, 0],
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "hidden_act": "gelu",
+    } | _EPS,
     "minimax-m2": _EPS,
     "lfm2": {"conv_bias": True, "block_auto_adjust_ff_dim": False, "norm_eps": 0.05},
     "lfm2-moe": {
@@ -727,7 +762,7 @@ WITH_EXPERTS = frozenset(
     {
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"),
         *("granite-moe", "granite-moe-shared", "minimax-m2", "phimoe"),
-        *("lfm2-moe", "qwen3-next", "qwen3.5-moe"),
+        *("lfm2-moe", "qwen3-next", "qwen3.5-moe", "llama4"),
     }
 )
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""

@@ -25,7 +25,7 @@ OFF = {
     "add_cross_attention": "refused",
     "do_layer_norm_before": "refused",
     "has_linear_layout": "of a GGUF file",
-    "has_separate_experts": "of a GGUF file",
+    "has_separate_experts": "of the tensors, or of a GGUF file",
     "has_separate_qkv": "of a GGUF file",
     "has_split_inputs": "of a GGUF file",
     "is_causal": "refused",

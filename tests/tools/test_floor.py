@@ -53,14 +53,15 @@ def test_steps_of_many_requests_are_bound_by_arithmetic():
     )
 
 
-def test_sliding_window_limits_the_keys():
-    """With a window of 2, the prompt of 5 tokens reads 1 + 2 + 2 + 2 + 2 keys, the next token 2."""
-    sizes = ModelSizes(
-        layers=0, head=0, attention=(AttentionShape(5, 1, 2, 1.0, sliding_window=2),) * 3
-    )
+@pytest.mark.parametrize(("option", "in_prompt"), [("sliding_window", 9), ("chunk", 7)])
+def test_windows_and_chunks_limit_the_keys(option, in_prompt):
+    """With a window of 2, the prompt of 5 tokens reads 1 + 2 + 2 + 2 + 2 keys, the next token 2;
+    with a chunk of 2, 1 + 2 + 1 + 2 + 1 and 2."""
+    shape = AttentionShape(5, 1, 2, 1.0, **{option: 2})
+    sizes = ModelSizes(layers=0, head=0, attention=(shape,) * 3)
     work = Workload("latency", [[1] * 5], [2])
     assert minimum_seconds(sizes, work, Machine(bandwidth=1e15, rate=1.0)) == pytest.approx(
-        3 * 4 * 10 * (9 + 2)
+        3 * 4 * 10 * (in_prompt + 2)
     )
     assert minimum_seconds(sizes, work, Machine(bandwidth=1.0, rate=1e15)) == pytest.approx(
         3 * 8 * 2

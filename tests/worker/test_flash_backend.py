@@ -158,13 +158,15 @@ def test_flash_attn_gets_the_prompts_and_their_pages(flash, shape_options):
 
 
 @pytest.mark.usefixtures("triton_runs")
-def test_tokens_that_see_later_ones_take_our_kernel(flash, monkeypatch):
+def test_later_keys_and_chunks_take_our_kernel(flash, monkeypatch):
     monkeypatch.setattr(flash, "_flash", None)
     q, k, v, batch = a_step()
     lasts = [torch.arange(context - queries, context) | 3 for queries, context in LENS]
     bounds = [one.clamp(max=context - 1) for one, (_, context) in zip(lasts, LENS, strict=True)]
     batch.last_key = torch.cat(bounds).int()
     assert_attends(flash, batch, q, layer_of(k, v, {"sliding_window": 7}))
+    batch.last_key = None
+    assert_attends(flash, batch, q, layer_of(k, v, {"chunk": 7}))
 
 
 @pytest.mark.parametrize(

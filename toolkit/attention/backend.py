@@ -116,6 +116,7 @@ class AttentionShape:
     head_size: int
     scale: float
     sliding_window: int = 0  # tokens, with the query itself; 0: no window
+    chunk: int = 0  # tokens; see `describe.Attention.chunk`
     soft_cap: float = 0.0  # 0: none
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """A logit per head that joins the softmax and has no value, fp32 [num_heads]."""

@@ -22,13 +22,13 @@ from toolkit.kernels.cpu.attention import DTYPES, MAX_HEAD_SIZE, AttentionStep, 
 
 @dataclass(slots=True)
 class _Part:
-    """One request's queries and keys, for layers with one sliding window."""
+    """One request's queries and keys, for layers with one window or chunk."""
 
     queries: slice  # of the step's tokens
     keys: slice  # of the gathered tokens
-    last_key: torch.Tensor | None  # [query_len], last of its keys that each query sees
     is_causal: bool  # True if the queries are the whole context
-    mask: torch.Tensor | None  # [query_len, key_len], True where visible; None: not needed
+    mask: torch.Tensor | None
+    """[query_len, key_len], True where visible. None: queries see all keys up to themselves."""
 
 
 @dataclass(slots=True)
@@ -97,6 +97,7 @@ def _kernels_of(layer: AttentionLayer) -> Layer:
         shape.num_heads,
         scale=shape.scale,
         sliding_window=shape.sliding_window,
+        chunk=shape.chunk,
         soft_cap=shape.soft_cap,
         sinks=shape.sinks,
         norm=transform.norm,
@@ -122,11 +123,12 @@ def _step(layer: AttentionLayer, batch: AttentionBatch) -> AttentionStep:
 
 def _gathered(query: torch.Tensor, layer: AttentionLayer, batch: AttentionBatch) -> torch.Tensor:
     shape, block_size = layer.shape, layer.k_cache.shape[1]
-    key = layer.group, shape.sliding_window
+    reach = shape.sliding_window, shape.chunk
+    key = layer.group, *reach
     plan = batch.plan.get(key)
     if plan is None:
         table = batch.tables[layer.group].blocks
-        plan = batch.plan[key] = _plan(batch, table, block_size, shape.sliding_window)
+        plan = batch.plan[key] = _plan(batch, table, block_size, *reach)
     keys, values = (
         cache[plan.blocks, plan.places].to(query.dtype) for cache in (layer.k_cache, layer.v_cache)
     )
@@ -139,7 +141,7 @@ def _gathered(query: torch.Tensor, layer: AttentionLayer, batch: AttentionBatch)
             values[part.keys].transpose(0, 1),
         )
         if shape.soft_cap or shape.sinks is not None:
-            out[part.queries] = _plain(q, k, v, shape, part.last_key)
+            out[part.queries] = _plain(q, k, v, shape, part.mask)
         elif len(q) == 1:
             # One query token: the heads that share a KV head become rows of one matrix.
             rows = q.view(1, shape.num_kv_heads, group, shape.head_size)
@@ -164,19 +166,22 @@ def _plain(
     keys: torch.Tensor,
     values: torch.Tensor,
     shape: AttentionShape,
-    last_key: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return one request's attention, head by head: the logits take much memory.
 
-    query: [query_len, num_heads, head_size]; keys, values: [num_kv_heads, key_len, head_size]."""
-    hidden = ~_mask(len(query), keys.shape[1], shape.sliding_window, last_key)
+    query: [query_len, num_heads, head_size]; keys, values: [num_kv_heads, key_len, head_size];
+    mask: of `_Part`."""
+    if mask is None:
+        mask = torch.ones(len(query), keys.shape[1], dtype=torch.bool)
+        mask = mask.tril(keys.shape[1] - len(query))
     out = torch.empty(query.shape)
     group = shape.num_heads // shape.num_kv_heads
     for head in range(shape.num_heads):
         logits = query[:, head].float() @ keys[head // group].float().T * shape.scale
         if shape.soft_cap:
             logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
-        logits = logits.masked_fill_(hidden, -torch.inf)
+        logits = logits.masked_fill_(~mask, -torch.inf)
         if shape.sinks is not None:
             logits = F.pad(logits, (0, 1), value=float(shape.sinks[head]))
         weights = logits.softmax(-1)[:, : keys.shape[1]]
@@ -184,42 +189,42 @@ def _plain(
     return out
 
 
-def _plan(batch: AttentionBatch, blocks: torch.Tensor, block_size: int, window: int) -> _Plan:
+def _plan(
+    batch: AttentionBatch, blocks: torch.Tensor, block_size: int, window: int, chunk: int
+) -> _Plan:
     table, rows = blocks.numpy(), batch.rows.tolist()
     gathered, places, parts = [], [], []
     query_start = key_start = 0
     for row, query_len, context_len in zip(
         rows, batch.query_start_loc.diff().tolist(), batch.seq_lens.tolist(), strict=True
     ):
-        first_key = max(0, context_len - query_len - window + 1) if window else 0
+        first_key = max(0, reference.first_key(context_len - query_len, window, chunk))
         positions = np.arange(first_key, context_len)
         gathered.append(table[row, positions // block_size].astype(np.int64))
         places.append(positions % block_size)
         key_len = context_len - first_key
         queries = slice(query_start, query_start + query_len)
-        last_key = None if batch.last_key is None else batch.last_key[queries] - first_key
+        last_key = None if batch.last_key is None else batch.last_key[queries]
         is_masked = query_len > 1 and (
-            last_key is not None or query_len < key_len or 0 < window < key_len
+            last_key is not None
+            or query_len < key_len
+            or reference.first_key(context_len - 1, window, chunk) > first_key
         )
+        mask = None
+        if is_masked:
+            keys = torch.arange(first_key, context_len)
+            own = keys[-query_len:]
+            mask = keys <= (own if last_key is None else last_key)[:, None]
+            mask &= keys >= reference.first_key(own, window, chunk)[:, None]
         parts.append(
             _Part(
                 queries=queries,
                 keys=slice(key_start, key_start + key_len),
-                last_key=last_key,
                 is_causal=query_len > 1 and not is_masked,
-                mask=_mask(query_len, key_len, window, last_key) if is_masked else None,
+                mask=mask,
             )
         )
         query_start += query_len
         key_start += key_len
     own_blocks, own_places = (torch.from_numpy(np.concatenate(one)) for one in (gathered, places))
     return _Plan(own_blocks, own_places, parts)
-
-
-def _mask(query_len: int, key_len: int, window: int, last_key: torch.Tensor | None) -> torch.Tensor:
-    """Return the mask of the last `query_len` of `key_len` positions, within the window.
-
-    last_key: [query_len], last position that each sees; None: its own."""
-    own, keys = torch.arange(key_len - query_len, key_len)[:, None], torch.arange(key_len)
-    visible = keys <= (own if last_key is None else last_key[:, None])
-    return visible & (keys > own - window) if window else visible

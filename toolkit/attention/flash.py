@@ -17,7 +17,7 @@ class FlashBackend(TritonBackend):
 
     Both read the paged cache by block tables. Decode steps use our kernel: it comes closer to the
     memory bandwidth, and flash-attn 4 does not split the keys of a request on Hopper. Layers with
-    sinks, and steps with tokens that see later ones, use our kernels."""
+    sinks or chunks, and steps with tokens that see later ones, use our kernels."""
 
     name = "flash"
     supports_fp8 = False
@@ -66,7 +66,8 @@ class FlashBackend(TritonBackend):
     ) -> torch.Tensor:
         shape = layer.shape
         is_decode = batch.max_query_len == 1 or batch.verifies
-        if is_decode or shape.sinks is not None or batch.last_key is not None:
+        needs_ours = shape.chunk or shape.sinks is not None or batch.last_key is not None
+        if is_decode or needs_ours:
             return super().attend(layer, query, batch)
         options = {
             "softmax_scale": shape.scale,

@@ -40,6 +40,7 @@ class TorchBackend(AttentionBackend):
             batch.tables[layer.group].blocks[batch.rows],
             scale=layer.shape.scale,
             sliding_window=layer.shape.sliding_window,
+            chunk=layer.shape.chunk,
             soft_cap=layer.shape.soft_cap,
             sinks=layer.shape.sinks,
             last_key=batch.last_key,

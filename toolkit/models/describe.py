@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from toolkit.errors import CheckpointError
 from toolkit.models.memory import Memory, Part, RowMemory, TokenMemory
@@ -50,8 +50,10 @@ class Norm:
 class HeadNorm:
     """A norm of queries and keys (QK norm)."""
 
-    q: str  # name of the query norm's tensors; `{}` stands for the head if each has its own
-    k: str
+    q: str | None
+    """Name of the query norm's tensors, with `{}` for the head if each has its own. None: no norm
+    has parameters."""
+    k: str | None
     eps: float
     span: Literal["head", "own", "all"] = "head"
     """head: one weight for all heads; own: one for each head; all: one norm over all heads."""
@@ -62,14 +64,22 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries at position p are scaled by 1 + beta · log(1 + ⌊(p + offset) / length⌋)."""
+
+    beta: float
+    length: int  # tokens
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """A rotation of queries and keys by their positions (RoPE)."""
 
     parameters: dict[str, Any]  # of config.json: rope_type, rope_theta, ...
     head_size: int
     max_positions: int
-    query_scaling: tuple[float, int] | None = None
-    """(beta, length): queries at position p are scaled by 1 + beta · log(1 + ⌊p / length⌋)."""
+    query_scaling: QueryScaling | None = None
 
     @property
     def trained_len(self) -> int:
@@ -82,6 +92,12 @@ class Rope:
         if self.parameters.get("rope_type") != "dynamic":
             return self.max_positions
         return max(self.max_positions, int(self.parameters["factor"] * self.trained_len))
+
+    @classmethod
+    def unrotated(cls, head_size: int, max_positions: int, scaling: QueryScaling) -> Self:
+        """Return a rotation by no angle, which only scales the queries."""
+        parameters = {"rope_type": "proportional", "partial_rotary_factor": 0.0, "rope_theta": 1.0}
+        return cls(parameters, head_size, max_positions, scaling)
 
     def __post_init__(self) -> None:
         kind = self.parameters.get("rope_type", "default")
@@ -158,6 +174,7 @@ class Attention(Mix):
     rope: Rope | None = None
     norm: HeadNorm | None = None
     window: int = 0  # tokens, with the query itself; 0: no window
+    chunk: int = 0  # tokens; a query at position p sees keys from ⌊p / chunk⌋ · chunk on; 0: all
     soft_cap: float = 0.0  # of scores: cap · tanh(score / cap); 0: none
     clip: float = 0.0  # queries, keys and values are clamped to ±clip; 0: not
     sinks: str | None = None
@@ -167,7 +184,7 @@ class Attention(Mix):
 
     @property
     def memory(self) -> TokenMemory:
-        return TokenMemory.of_keys(self.num_kv_heads, self.head_size, self.window)
+        return TokenMemory.of_keys(self.num_kv_heads, self.head_size, self.window, self.chunk)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -179,6 +196,8 @@ class Attention(Mix):
         if self.norm is not None:
             pairs = (self.norm.q, self.num_heads), (self.norm.k, self.num_kv_heads)
             for name, heads in pairs:
+                if name is None:
+                    continue
                 tensors = head_norm_tensors(name, self.norm.span, heads, self.head_size)
                 yield from ((one, shape, bool(self.norm.offset)) for one, shape in tensors)
 
@@ -343,6 +362,7 @@ class Experts(Mix):
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     renormalizes: bool = False  # the chosen scores are divided by their sum
     scale: float = 1.0  # of the weights
+    weighs_inputs: bool = False  # weights multiply the experts' inputs, not their outputs
     num_groups: int = 1
     num_chosen_groups: int = 1
     correction: Correction | None = None

@@ -54,11 +54,14 @@ class TokenMemory:
 
     parts: tuple[Part, ...]  # such as keys and values
     window: int = 0  # tokens that a token reads, with itself; 0: all
+    chunk: int = 0
+    """A token reads those of its chunk alone, which begins at a multiple of `chunk` tokens; 0: not.
+    """
 
     @classmethod
-    def of_keys(cls, num_kv_heads: int, head_size: int, window: int = 0) -> Self:
+    def of_keys(cls, num_kv_heads: int, head_size: int, window: int = 0, chunk: int = 0) -> Self:
         """Return the memory of keys and values."""
-        return cls((Part(num_kv_heads, head_size),) * 2, window)
+        return cls((Part(num_kv_heads, head_size),) * 2, window, chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +265,13 @@ class MemoryLayout:
 
 def _reach(memory: TokenMemory, max_model_len: int) -> tuple[int, int]:
     """Return the (window, chunk) of a layer; (0, 0): it keeps all tokens."""
-    return (memory.window, 0) if 0 < memory.window < max_model_len else (0, 0)
+    reach = memory.window, memory.chunk
+    return reach if 0 < max(reach) < max_model_len else (0, 0)
 
 
 def _group_of(memory: TokenMemory, groups: Sequence[CacheGroup]) -> int:
     reaches = [(one.window, one.chunk) for one in groups]
-    own = memory.window, 0
+    own = memory.window, memory.chunk
     return reaches.index(own) if own in reaches else 0
 
 

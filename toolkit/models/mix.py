@@ -96,9 +96,10 @@ class AttentionMix(Mix):
                 self.kv_heads.count,
                 size,
                 attention.scale,
-                attention.window,
-                attention.soft_cap,
-                self.sinks,
+                sliding_window=attention.window,
+                chunk=attention.chunk,
+                soft_cap=attention.soft_cap,
+                sinks=self.sinks,
             ),
             HeadTransform(
                 rope=rope,
@@ -199,6 +200,8 @@ class QKNorm(nn.Module):
         slots: Slots = {}
         pairs = (self.norm.q, self.q_weight), (self.norm.k, self.k_weight)
         for (name, weight), shard in zip(pairs, self.shards, strict=True):
+            if name is None:
+                continue
             tensors = describe.head_norm_tensors(name, self.norm.span, shard.total, self.size)
             for index, (tensor, shape) in enumerate(tensors):
                 shards: tuple[Shard | None, ...] = ()
@@ -280,6 +283,7 @@ class ExpertsMix(Mix):
             self.experts = ListedExperts(
                 hidden, experts.size, sources, own, gate, bias=experts.bias
             )
+        self._weighs_inputs = experts.weighs_inputs
         self.shared = None if experts.shared is None else MLPMix(experts.shared, hidden)
         self.shared_gate = None
         if experts.shared_gate is not None:
@@ -293,7 +297,14 @@ class ExpertsMix(Mix):
         if live is not None and len(live) != len(x):  # only the wanted tokens are left
             assert batch.wanted is not None
             live = live[batch.wanted]
-        y: torch.Tensor = self.experts(x, *self.router(x, live))
+        ids, weights = self.router(x, live)
+        y: torch.Tensor
+        if self._weighs_inputs:
+            rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+            y = self.experts(rows, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))
+            y = y.view(*ids.shape, -1).sum(1) if ids.shape[1] > 1 else y
+        else:
+            y = self.experts(x, ids, weights)
         if self.shared is not None:
             shared = self.shared.output(self.shared(x, batch))
             if self.shared_gate is None:

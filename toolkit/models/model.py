@@ -163,7 +163,9 @@ class PagedAttention(Attention, Keeper):
 
     def __init__(self, shape: AttentionShape, transform: HeadTransform | None = None) -> None:
         super().__init__(shape, transform or HeadTransform())
-        self.memory = TokenMemory.of_keys(shape.num_kv_heads, shape.head_size, shape.sliding_window)
+        self.memory = TokenMemory.of_keys(
+            shape.num_kv_heads, shape.head_size, shape.sliding_window, shape.chunk
+        )
 
 
 @contextmanager

@@ -74,8 +74,9 @@ def _table(rope: Rope, max_model_len: int, of_queries: bool) -> torch.Tensor:
     angles = torch.outer(positions, inv_freq)
     table = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
     if of_queries and rope.query_scaling is not None:
-        beta, length = rope.query_scaling
-        table = table * (1 + beta * torch.log1p(positions // length))[:, None, None]
+        scaling = rope.query_scaling
+        steps = (positions + scaling.offset) // scaling.length
+        table = table * (1 + scaling.beta * torch.log1p(steps))[:, None, None]
     return table.to(dtype)
 
 

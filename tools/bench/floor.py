@@ -19,6 +19,7 @@ import torch
 from toolkit.attention import Attention, AttentionShape
 from toolkit.bench import workloads
 from toolkit.bench.workloads import Workload
+from toolkit.kernels.reference import first_key
 from toolkit.models.build import build_model, load_config
 from toolkit.models.config.registry import describe
 from toolkit.models.decoder import Decoder
@@ -115,8 +116,11 @@ def _attention(sizes: ModelSizes, contexts: Counter[int]) -> tuple[int, int]:
     """Return (FLOPs, KV cache bytes) of all layers. `contexts` counts tokens by context."""
     flops = num_bytes = 0
     for shape, layers in Counter(sizes.attention).items():
-        window = shape.sliding_window or max(contexts)
-        seen = layers * sum(min(context, window) * count for context, count in contexts.items())
+        reach = shape.sliding_window, shape.chunk
+        seen = layers * sum(
+            (context - max(0, first_key(context - 1, *reach))) * count
+            for context, count in contexts.items()
+        )
         flops += 4 * shape.num_heads * shape.head_size * seen
         num_bytes += 2 * shape.num_kv_heads * shape.head_size * DTYPE.itemsize * seen
     return flops, num_bytes

@@ -62,6 +62,7 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int = 0,
+    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     last_key: Tensor | None = None,
@@ -96,7 +97,7 @@ def paged_attention(
         q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows, order, last_key
     )
     batch.check()
-    logits = Logits(scale, sliding_window, soft_cap, sinks)
+    logits = Logits(scale, sliding_window, soft_cap, sinks, chunk)
     splits = num_splits(batch, max_seq_len)
     if max_query_len == 1 or (is_decode and _fits_decode(batch, max_query_len)):
         decode(batch, logits, splits, queries=max_query_len)
@@ -123,6 +124,7 @@ def decode_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int = 0,
+    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     cos_sin: Tensor | None = None,
@@ -173,7 +175,7 @@ def decode_attention(
             clip=clip,
         )
         batch = batch._replace(q=q)
-    decode(batch, Logits(scale, sliding_window, soft_cap, sinks), splits, own)
+    decode(batch, Logits(scale, sliding_window, soft_cap, sinks, chunk), splits, own)
     return out
 
 
@@ -270,12 +272,13 @@ class Own(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Transform of dot products into logits, the window and the sinks."""
+    """Transform of dot products into logits, the window or chunk, and the sinks."""
 
     scale: float
     sliding_window: int
     soft_cap: float
     sinks: Tensor | None = None  # fp32 [num_heads]
+    chunk: int = 0
 
     def arguments(self) -> dict[str, object]:
         """Return scales for a softmax in base 2. A soft cap uses tanh(x) = 2 * sigmoid(2x) - 1."""
@@ -286,9 +289,10 @@ class Logits(NamedTuple):
         return {
             "inner_scale": inner,
             "outer_scale": outer,
-            "window": self.sliding_window,
+            "window": self.chunk or self.sliding_window,
             "sinks_ptr": self.sinks,
-            "SLIDING": self.sliding_window > 0,
+            "SLIDING": self.chunk > 0 or self.sliding_window > 0,
+            "CHUNKED": self.chunk > 0,
             "CAPPED": self.soft_cap > 0,
         }
 
@@ -392,7 +396,8 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
         and cache.dtype.itemsize == 2
         and head_size == 128
         and batch.group <= 128
-        and not (logits.sliding_window or logits.soft_cap or logits.sinks is not None)
+        and not (logits.sliding_window or logits.chunk)
+        and not (logits.soft_cap or logits.sinks is not None)
         and block_size >= 8
         and block_size & (block_size - 1) == 0
         and per_head == head_size

@@ -183,6 +183,16 @@ def _attend(
 
 
 @triton.jit
+def _first_key(position, window, CHUNKED: tl.constexpr):
+    """Return the first key that queries see: of their chunk of `window` tokens, or of a window."""
+    if CHUNKED:
+        first = position // window * window
+    else:
+        first = position - (window - 1)
+    return first
+
+
+@triton.jit
 def _start(sinks_ptr, head, live):
     """Return (maximum, sum) of a running softmax in base 2: empty, or with each head's sink."""
     row_max = tl.full(head.shape, -1e30, tl.float32)
@@ -313,6 +323,7 @@ def decode_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SLIDING: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr,
     SPLIT: tl.constexpr,
     OWN: tl.constexpr,
@@ -346,9 +357,10 @@ def decode_kernel(
 
     begin = tl.zeros_like(seq_len)
     if SLIDING:
-        begin = tl.maximum(begin, seq_len - window)
+        first_query = seq_len - 1
         if QUERIES > 1:
-            begin = tl.maximum(begin - (num_queries - 1), 0)
+            first_query -= num_queries - 1
+        begin = tl.maximum(_first_key(first_query, window, CHUNKED), 0)
     end = seq_len
     if OWN:
         end -= 1
@@ -445,7 +457,7 @@ def decode_kernel(
     first_key = row
     if QUERIES > 1:
         last_key = seq_len - num_queries + query
-        first_key = last_key - (window - 1)
+        first_key = _first_key(last_key, window, CHUNKED)
     if SPLIT and sinks_ptr is not None:
         row_sum = tl.where(split == 0, row_sum, 0.0)
     acc, row_max, row_sum = _attend(
@@ -608,6 +620,7 @@ def prefill_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SLIDING: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     """Attend from a (tile of TOKENS queries, KV head).
@@ -634,7 +647,7 @@ def prefill_kernel(
     q = _like_cache(tl.load(q_ptr + q_rows, mask=stored, other=0.0), k_ptr)
 
     last_key = context + query
-    first_key = last_key - window + 1
+    first_key = _first_key(last_key, window, CHUNKED)
     end = context + tl.minimum(first_query + TOKENS, query_len)
     if last_key_ptr is not None:
         is_query = (query < query_len) & (row < TOKENS * GROUP)
@@ -646,7 +659,7 @@ def prefill_kernel(
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     row_max, row_sum = _start(sinks_ptr, head, row < TOKENS * GROUP)
     if SLIDING:
-        begin = tl.maximum(context + first_query - window + 1, 0)
+        begin = tl.maximum(_first_key(context + first_query, window, CHUNKED), 0)
     else:
         # Every row sees these keys, so they need no masks.
         begin = (context + first_query + 1) // KEYS * KEYS

@@ -39,6 +39,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     cached: torch.dtype | None = None  # None: dtype
     window: int = 0
+    chunk: int = 0
     cap: float = 0.0
     sinks: bool = False
     runs: tuple[tuple[int, int, int], ...] = ()
@@ -52,6 +53,7 @@ class Case:
         given = {
             "scale": self.head_size**-0.5,
             "sliding_window": self.window,
+            "chunk": self.chunk,
             "soft_cap": self.cap,
             "sinks": sinks,
         }
@@ -120,7 +122,7 @@ def make(case: Case) -> Inputs:
     for request, (queries, context) in enumerate(case.lens):
         table[request, : blocks_of[request]] = numbers[request]
         kv = torch.randn(2, context, case.kv_heads, case.head_size).to(cached)
-        first_seen = max(0, context - queries - case.window + 1) if case.window else 0
+        first_seen = max(0, reference.first_key(context - queries, case.window, case.chunk))
         for position in range(first_seen, context):
             block = numbers[request][position // case.block_size]
             cache[block, :, position % case.block_size] = kv[:, position]
@@ -229,13 +231,13 @@ def test_reference_caps_logits_and_adds_sinks_by_the_formula(sinks):
 # Triton: compiled if there is a GPU, else interpreted
 
 
-def check(triton_attention, case: Case, device: torch.device) -> None:
+def check(triton_attention, case: Case, device: torch.device, *, is_decode: bool = False) -> None:
     case = replace(case, device=device)
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
     out = torch.full(inputs.q.shape, NAN, dtype=case.dtype, device=device)
     actual = triton_attention.paged_attention(
-        *inputs.arguments, **case.bounds, **case.options, out=out
+        *inputs.arguments, **case.bounds, **case.options, out=out, is_decode=is_decode
     )
     assert actual is out
     assert_close(actual, expected)
@@ -333,6 +335,23 @@ def test_windows_caps_and_sinks(
         lens, head_size=head_size, block_size=block_size, window=window, cap=cap, sinks=sinks
     )
     check(triton_attention, case, device)
+
+
+@pytest.mark.on_cpu("True-24-lens0", "False-7-lens1", "False-24-lens2")
+@pytest.mark.parametrize(
+    "lens",
+    [
+        ((1, 24), (1, 25), (1, 49), (1, 3)),
+        ((3, 24), (4, 26), (2, 49), (1, 50)),  # drafts across an edge
+        ((60, 100), (1, 25), (23, 23), (2, 26)),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 7, 24, 200])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_chunks_hide_the_keys_before_them(triton_attention, device, lens, chunk, sinks):
+    is_decode = max(queries for queries, _ in lens) <= 4
+    case = Case(lens, chunk=chunk, sinks=sinks, block_size=8)
+    check(triton_attention, case, device, is_decode=is_decode)
 
 
 @pytest.mark.on_cpu("63-0", "64-50", "65-0", "130-0")

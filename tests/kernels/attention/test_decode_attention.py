@@ -125,6 +125,14 @@ def test_groups_windows_caps_sinks_and_splits(
     check_fused(triton_attention, case, Fused(32, "rms", unstored=unstored), device)
 
 
+@pytest.mark.on_cpu("1")
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_chunk_may_begin_with_the_token_itself(triton_attention, device, monkeypatch, splits):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    lens = (1, 24), (1, 25), (1, 26), (1, 70)
+    check_fused(triton_attention, Case(lens, chunk=24, block_size=8), Fused(32, "rms"), device)
+
+
 @pytest.mark.on_cpu(
     "(64, 0)--False-0.0-(torch.float32, None)-1",
     "(64, 0)-rms fp32-True-0.7-(torch.float16, None)-2",

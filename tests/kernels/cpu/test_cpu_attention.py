@@ -161,6 +161,20 @@ def test_sliding_windows_hide_earlier_keys(window: int, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", cpu.variants())
+@pytest.mark.parametrize("chunk", [1, 20, 32, 5000])
+def test_chunks_hide_the_keys_before_them(chunk: int, variant: str) -> None:
+    torch.manual_seed(0)
+    with cpu.using(variant):
+        for lens in LENS.values():
+            case = make_case(lens, (4, 2, 64), torch.float32)
+            for row, (queries, context) in zip(case.rows.tolist(), lens, strict=True):
+                unseen = torch.arange((context - queries) // chunk * chunk)
+                block = case.block_table[row, unseen // 16].long()
+                case.k_cache[block, unseen % 16] = case.v_cache[block, unseen % 16] = torch.nan
+            assert_same(case, chunk=chunk)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("threads", [1, 5], ids="{} threads".format, indirect=True)
 def test_runs_of_tokens_see_each_other(

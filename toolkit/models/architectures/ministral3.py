@@ -2,7 +2,7 @@
 
 from toolkit.models.architectures.llama import llama_layer
 from toolkit.models.config.model_config import Size, WindowedConfig
-from toolkit.models.describe import Decoder, Layer
+from toolkit.models.describe import Decoder, Layer, QueryScaling
 from toolkit.models.parts import decoder, rms_norm
 
 ARCHITECTURES = ("Ministral3ForCausalLM", "Ministral3Model")
@@ -40,7 +40,9 @@ class Config(WindowedConfig, kw_only=True):
 def describe(config: Config) -> Decoder:
     given = config.rope_parameters or {}
     beta, length = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
-    scaling = (float(beta), int(length)) if beta is not None and length else None
+    scaling = None
+    if beta is not None and length:
+        scaling = QueryScaling(float(beta), int(length))
 
     def layer(name: str, index: int) -> Layer:
         rope = config.rope(query_scaling=scaling)

@@ -198,10 +198,12 @@ def head_size(hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def checked_layer_types(layer_types: list[str], num_layers: int) -> list[str]:
-    """Check the layer types. Replaces the old name for full attention."""
+def checked_layer_types(
+    layer_types: list[str], num_layers: int, other: str = "sliding_attention"
+) -> list[str]:
+    """Check the layer types: full attention and `other`. Replaces the old name for the former."""
     layer_types = ["full_attention" if kind == "attention" else kind for kind in layer_types]
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(layer_types) - {"full_attention", other})
     if unknown:
         raise ValueError(f"unsupported layer_types: {', '.join(unknown)}")
     if len(layer_types) != num_layers:

@@ -14,6 +14,7 @@ _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text", None: "gemma3_text"},
     "idefics3": {"llama": "llama", None: "llama"},
     "internvl": {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", None: "qwen2"},
+    "llama4": {"llama4_text": "llama4_text", None: "llama4_text"},
     "llava": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", None: "llama"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", None: "mistral"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2", None: "qwen2"},

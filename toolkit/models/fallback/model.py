@@ -111,9 +111,9 @@ class TransformersModel(CausalLM):
             call.num_kv_heads,
             call.key_size,
             call.scale,
-            call.window,
-            call.soft_cap,
-            sinks,
+            sliding_window=call.window,
+            soft_cap=call.soft_cap,
+            sinks=sinks,
         )
         attention = PagedAttention(shape)
         vars(module)["tk"] = attention, self
