@@ -15,6 +15,8 @@ from tests.checkpoints import NEW_TOKENS, generate
 from tests.models.conftest import Case
 from tests.models.test_towers import SETTINGS, renamed
 from toolkit import LLM
+from toolkit.inventory.checkpoint import read_folder
+from toolkit.inventory.layers import lines_of
 from toolkit.models.config.registry import parse_config
 from toolkit.models.config.wrapped import text_config
 
@@ -72,6 +74,13 @@ def test_published_configs_are_read() -> None:
     assert config.no_rope_layers == [1, 1, 1, 0] * 12
     assert config.layer_types == (["chunked_attention"] * 3 + ["full_attention"]) * 12
     assert config.moe_layers == list(range(48))
+
+
+def test_chunks_and_scaled_queries_are_shown(case: Case) -> None:
+    shown = [line.strip() for line in lines_of(read_folder(case.folder, "m"))]
+    [first, _, third] = [line for line in shown if line.startswith("attention: ")]
+    assert first.endswith("norm, chunk 24")
+    assert third.endswith("rope_type proportional), queries scaled by position")
 
 
 def inner(name: str) -> str:

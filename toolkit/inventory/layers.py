@@ -108,8 +108,10 @@ def _options(mix: Mix) -> Iterator[str]:
             continue
         if isinstance(value, Rope):
             given = {name: one for name, one in value.parameters.items() if one is not None}
-            value = ", ".join(f"{name} {one}" for name, one in sorted(given.items()))
-            yield f"rotation ({value})"
+            listed = ", ".join(f"{name} {one}" for name, one in sorted(given.items()))
+            yield f"rotation ({listed})"
+            if value.query_scaling is not None:
+                yield "queries scaled by position"
         elif dataclasses.is_dataclass(value):
             yield field.name
         else:
