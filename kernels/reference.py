@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.kernels import mxfp4
+from toolkit.kernels.gates import Gate
 
 Position = TypeVar("Position", int, Tensor)
 
@@ -249,18 +250,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Activation functions by kind: see `triton.activation.KINDS`."""
 
 
-def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
-GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"clamped_swiglu": _clamped_swiglu}
-"""Functions of gate and up that are not act(gate) * up."""
-
-
-def gate_by(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """Return act(gate) * up, or a kind of GATES."""
-    return GATES[kind](gate, up) if kind in GATES else ACTIVATIONS[kind](gate) * up
+def gate_by(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+    if isinstance(kind, str):
+        return ACTIVATIONS[kind](gate) * up
+    gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    return gate * torch.sigmoid(kind.alpha * gate) * (up + 1)
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
@@ -407,7 +401,7 @@ def experts(
     weights: Tensor,
     up: Stack,
     down: Stack,
-    activation: str,
+    activation: Gate,
     interleaved: bool = False,
 ) -> Tensor:
     """Return the weighted sum of what each token's experts compute, in fp32.

@@ -16,10 +16,6 @@ KINDS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
 """`gelu` is exact. `gelu_tanh` and `gelu_quick`, x * sigmoid(1.702 x), are its approximations
 (Hendrycks & Gimpel, arXiv:1606.08415). `relu2` is relu squared (So et al., arXiv:2109.08668)."""
 
-GATES = ("clamped_swiglu",)
-"""Functions of gate and up that are not act(gate) * up. `clamped_swiglu` is that of gpt-oss: (up +
-1) * gate * sigmoid(1.702 gate), of gate up to 7 and up within ±7."""
-
 CHUNK = 1024
 
 
@@ -137,12 +133,12 @@ def apply(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, KIND: tl.constexpr):
-    """Return act(gate) * up, or a kind of GATES, in fp32."""
-    if KIND == "clamped_swiglu":
-        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
-        y = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+def gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return act(gate) * up in fp32, or with a LIMIT `gates.ClampedSwiGLU`."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        y = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
     else:
         y = apply(gate, KIND) * up
     return y

@@ -368,7 +368,8 @@ def compile_one_token_of_experts(types: dict[str, str], chosen: dict[str, object
     for scaled in (False, True):
         weights = types | ({"weight_ptr": "*fp8e4nv"} if scaled else {})
         one = {"ROWS": 4 if scaled else 2, "SCALED": scaled, "BIASED": False, "PDL": True}
-        up = one | {"KIND": "silu", "INTERLEAVED": False, "COLUMNS": 2048}
+        up = one | {"KIND": "silu", "LIMIT": 0.0, "ALPHA": 0.0, "INTERLEAVED": False}
+        up |= {"COLUMNS": 2048}
         kind = ", FP8" if scaled else ""
         compile_kernel(f"one token, up{kind}", expert_vectors.vector_up_kernel, weights, up, 4, 3)
         down = one | chosen | {"COLUMNS": 256}
@@ -396,7 +397,7 @@ def compile_tile_of_experts(
     shape = {"TOKENS": tokens, "ROWS": rows, "COLUMNS": columns, "STAGES": stages}
     shape |= {"FEW": tokens == 8, "EVEN": form != "mxfp4", "PARTS": parts}
     shape |= {"FORMAT": form, "WORDS": words, "GROUP": 128, "SHIFTED": form == "integers"}
-    up = {"KIND": "clamped_swiglu", "INTERLEAVED": form == "mxfp4"}
+    up = {"KIND": "", "LIMIT": 7.0, "ALPHA": 1.702, "INTERLEAVED": form == "mxfp4"}
     kernel, rest = expert_kernels.up_kernel, up
     if is_down:
         kernel, rest = expert_kernels.down_kernel, {"FETCHED": 4, "LINE": 64}

@@ -12,6 +12,7 @@ from torch import Tensor
 from toolkit.distributed import Group, Shard, even_shard, expert_shards, full_shard, parallel
 from toolkit.errors import ConfigError
 from toolkit.kernels import reference
+from toolkit.kernels.gates import ClampedSwiGLU
 from toolkit.layers import Experts, ListedExperts, Projections, StackedExperts
 from toolkit.weights.quantization import quantized
 from toolkit.weights.source import RowOrder, Source, consecutive
@@ -82,9 +83,9 @@ def expected(tensors: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor
             if has_bias:  # gpt-oss's
                 biases = (tensors[f"{part}.{expert}.bias"].double() for part in PARTS)
                 gate_bias, up_bias, down_bias = biases
-                gated = (gate @ row + gate_bias).clamp(max=7)
-                wide = (up @ row + up_bias).clamp(-7, 7)
-                inner = gated * torch.sigmoid(1.702 * gated) * (wide + 1)
+                gated = (gate @ row + gate_bias).clamp(max=2.5)
+                wide = (up @ row + up_bias).clamp(-2.5, 2.5)
+                inner = gated * torch.sigmoid(1.3 * gated) * (wide + 1)
                 out[token] += weight * (down @ inner + down_bias)
             else:
                 out[token] += weight * (down @ (F.silu(gate @ row) * (up @ row)))
@@ -145,7 +146,7 @@ def test_experts_of_one_tensor_with_biases(tensors, kind, splits, order):
         group = Group(rank, 1 if splits is None else 2)
         with parallel(group, splits_experts=splits != "experts"):
             own, size = expert_shards(NUM_EXPERTS, SIZE)
-            options = {"bias": True, "activation": "clamped_swiglu"}
+            options = {"bias": True, "activation": ClampedSwiGLU(2.5, 1.3)}
             given = stack(tensors, order)
             total += make(kind, given, own, size, stacked(order), **options)(x, ids, weights)
     result = expected(tensors, x, ids, weights)

@@ -696,7 +696,7 @@ OPTIONS: dict[str, dict] = {
     "gpt2": {"scale_attn_weights": False, "layer_norm_epsilon": 0.05},
     "gpt-bigcode": {"scale_attn_weights": False, "layer_norm_epsilon": 0.05},
     "gpt-neox": _LAYER_EPS,
-    "gpt-oss": {"attention_bias": False} | _EPS,
+    "gpt-oss": {"attention_bias": False, "swiglu_limit": 0.7, "swiglu_alpha": 1.2} | _EPS,
     "gptj": {"layer_norm_epsilon": 0.05},
     "granite": _NO_BIASES | _EPS,
     "granite-moe": {"attention_bias": False} | _EPS,

@@ -451,6 +451,10 @@ class TestUnusable:
                 ["31", "not a multiple", "2"],
             ),
             ({"num_attention_heads": 8, "num_key_value_heads": 3}, ["8", "not a multiple", "3"]),
+            (
+                {"model_type": "gpt_oss", "architectures": ["GptOssModel"], "swiglu_limit": -1.0},
+                ["swiglu_limit must be positive", "-1"],
+            ),
             ({"rope_scaling": "linear"}, ["`str`", "rope_scaling"]),
             (
                 {"model_type": "mistral", "num_hidden_layers": 2, "layer_types": ["attention"]},

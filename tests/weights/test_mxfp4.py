@@ -22,6 +22,7 @@ from toolkit.inventory.card import show
 from toolkit.inventory.checkpoint import read_folder
 from toolkit.inventory.estimate import estimate
 from toolkit.kernels import mxfp4, reference
+from toolkit.kernels.gates import ClampedSwiGLU
 from toolkit.kernels.switch import only_pytorch
 from toolkit.layers import Projections, StackedExperts
 from toolkit.models.architectures.gpt_oss import Config, describe
@@ -195,7 +196,7 @@ def make_rank(tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) ->
     torch.set_default_dtype(dtype)
     try:
         with quantized(None, packings):
-            made = StackedExperts(HIDDEN, size, sources, own, "clamped_swiglu", kernels, bias=True)
+            made = StackedExperts(HIDDEN, size, sources, own, ClampedSwiGLU(), kernels, bias=True)
     finally:
         torch.set_default_dtype(before)
     slots = made.slots()

@@ -21,6 +21,7 @@ from toolkit.distributed import (
     splits_experts,
 )
 from toolkit.kernels import reference
+from toolkit.kernels.gates import Gate
 from toolkit.kernels.reference import Routing
 from toolkit.kernels.table import TritonKernels, kernels_for
 from toolkit.layers.linear import GatedLinear, Linear, MergedLinear
@@ -125,16 +126,16 @@ class GatedProduct(nn.Module):
     """A function of gate and up that is no product with an activation."""
 
     def __init__(
-        self, hidden: int, size: int, sources: tuple[Source, Source], *, bias: bool, kind: str
+        self, hidden: int, size: int, sources: tuple[Source, Source], *, bias: bool, kind: Gate
     ) -> None:
         super().__init__()
         part = even_shard(size, "features")
         self.product = MergedLinear(hidden, (part, part), sources, bias=bias)
-        self._gate = reference.GATES[kind]
+        self._kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.product(x).float().chunk(2, dim=1)
-        return self._gate(gate, up).to(x.dtype)
+        return reference.gate_by(gate, up, self._kind).to(x.dtype)
 
 
 class ListedExperts(Experts):
@@ -146,7 +147,7 @@ class ListedExperts(Experts):
         size: int,
         experts: Sequence[Projections],
         own: Shard,
-        activation: str,
+        activation: Gate,
         *,
         bias: bool = False,
     ) -> None:
@@ -154,9 +155,9 @@ class ListedExperts(Experts):
 
         def gated(one: Projections) -> nn.Module:
             sources = one.gate, one.up
-            if activation in reference.GATES:
-                return GatedProduct(hidden, size, sources, bias=bias, kind=activation)
-            return GatedLinear(hidden, size, sources, bias=bias, activation=activation)
+            if isinstance(activation, str):
+                return GatedLinear(hidden, size, sources, bias=bias, activation=activation)
+            return GatedProduct(hidden, size, sources, bias=bias, kind=activation)
 
         # Complete experts are not sharded further.
         with nullcontext() if splits_experts() else parallel(SINGLE):
@@ -190,7 +191,7 @@ class StackedExperts(Experts):
         size: Shard,
         experts: Sequence[Projections],
         own: Shard,
-        activation: str,
+        activation: Gate,
         kernels: TritonKernels,
         *,
         bias: bool = False,

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar, Literal, Self
 
 from toolkit.errors import CheckpointError
+from toolkit.kernels.gates import Gate
 from toolkit.models.memory import Memory, Part, RowMemory, TokenMemory
 from toolkit.weights.activation import activation_kind, gate_kind
 from toolkit.weights.source import Source
@@ -353,7 +354,7 @@ class Experts(Mix):
     num_experts: int
     num_chosen: int  # for each token
     size: int  # number of features between up and down of each
-    activation: str  # by its name in config.json, or a kind of `weights.activation.GATES`
+    activation: Gate  # by its name in config.json, or another function of gate and up
     router: Source
     gate: Source  # names have `{}` for the index of the expert, or all experts are one tensor
     up: Source

@@ -1,6 +1,7 @@
 """Kinds of activation functions, by the names in config.json. Imports no torch."""
 
 from toolkit.errors import CheckpointError
+from toolkit.kernels.gates import Gate
 
 KINDS = {kind: kind for kind in ("silu", "relu", "relu2", "gelu", "gelu_tanh", "gelu_quick")} | {
     "swish": "silu",
@@ -16,13 +17,9 @@ KINDS = {kind: kind for kind in ("silu", "relu", "relu2", "gelu", "gelu_tanh", "
 (`transformers.activations`)."""
 
 
-GATES = ("clamped_swiglu",)
-"""Functions of gate and up that are not act(gate) · up (`kernels.reference.GATES`)."""
-
-
-def gate_kind(name: str) -> str:
-    """Return a kind of GATES, or that of the activation of a gate."""
-    return name if name in GATES else activation_kind(name)
+def gate_kind(activation: Gate) -> Gate:
+    """Return the kind for a name in config.json; other gates as they are."""
+    return activation_kind(activation) if isinstance(activation, str) else activation
 
 
 def activation_kind(name: str) -> str:

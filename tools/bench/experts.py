@@ -24,6 +24,7 @@ from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
 from toolkit.kernels import mxfp4, reference
+from toolkit.kernels.gates import ClampedSwiGLU, Gate
 from toolkit.kernels.reference import FP8_BLOCK, Routing, Stack
 from toolkit.kernels.triton import activation, ahead
 from toolkit.kernels.triton.experts import experts, routing
@@ -86,7 +87,7 @@ class Weights(NamedTuple):
 
     up: Stack
     down: Stack
-    activation: str = "silu"
+    activation: Gate = "silu"
     interleaved: bool = False
 
     @classmethod
@@ -94,7 +95,7 @@ class Weights(NamedTuple):
         """`kind`: of BYTES. MXFP4 is as gpt-oss has it: with biases and interleaved gates."""
         sizes = (2 * shape.size, shape.hidden), (shape.hidden, shape.size)
         up, down = (cls._stack(shape.experts, *size, kind, device) for size in sizes)
-        return cls(up, down, "clamped_swiglu", True) if kind == "mxfp4" else cls(up, down)
+        return cls(up, down, ClampedSwiGLU(), True) if kind == "mxfp4" else cls(up, down)
 
     @staticmethod
     def _stack(count: int, rows: int, columns: int, kind: str, device: torch.device) -> Stack:

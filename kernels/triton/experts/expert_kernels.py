@@ -97,6 +97,8 @@ def up_kernel(
     BIASED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute a tile of act(gate x) * up x, of pairs of one expert."""
@@ -153,7 +155,7 @@ def up_kernel(
         acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
     pairs = tl.permute(tl.reshape(acc, [TOKENS, ROWS // 16, 2, 8]), [0, 1, 3, 2])
     gate, up = tl.split(pairs)
-    y = tl.reshape(gated(gate, up, KIND), [TOKENS, OUTPUTS])
+    y = tl.reshape(gated(gate, up, KIND, LIMIT, ALPHA), [TOKENS, OUTPUTS])
     out_row = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     stored = live[:, None] & (out_row < size)[None, :]
     at = (pair * size)[:, None] + out_row[None, :]

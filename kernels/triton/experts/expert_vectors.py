@@ -91,6 +91,8 @@ def vector_up_kernel(
     BIASED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS gated outputs of one choice of the token. Rows past the last repeat it."""
@@ -114,7 +116,7 @@ def vector_up_kernel(
     if BIASED:
         sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     gate, up = tl.split(tl.reshape(sums, [ROWS, 2]))
-    y = gated(gate, up, KIND)
+    y = gated(gate, up, KIND, LIMIT, ALPHA)
     tl.store(out_ptr + choice * size + out_row, y.to(out_ptr.dtype.element_ty))
 
 

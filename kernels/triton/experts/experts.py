@@ -23,9 +23,10 @@ import triton
 from torch import Tensor
 
 from toolkit.kernels import mxfp4
+from toolkit.kernels.gates import Gate
 from toolkit.kernels.reference import FP8_BLOCK, Stack
 
-from ..activation import GATES, check_kind
+from ..activation import check_kind
 from ..pdl import supported
 from ..products.fp8 import FP8, quantize
 from ..products.fp8_matmul import quantize as quantize_blocks
@@ -131,13 +132,16 @@ class Layer:
     up: `2 * size` rows of `hidden`, gate's, then up's, or in turn if `interleaved`; down: `hidden`
     rows of `size`; all contiguous. They are checked and described once, not at each call."""
 
-    def __init__(self, up: Stack, down: Stack, activation: str, interleaved: bool = False) -> None:
+    def __init__(self, up: Stack, down: Stack, activation: Gate, interleaved: bool = False) -> None:
         """Raises ValueError for an unknown activation."""
-        if activation not in GATES:
+        self._gate: Constants = {"INTERLEAVED": interleaved, "KIND": "", "LIMIT": 0.0, "ALPHA": 0.0}
+        if isinstance(activation, str):
             check_kind(activation)
+            self._gate["KIND"] = activation
+        else:
+            self._gate |= {"LIMIT": activation.limit, "ALPHA": activation.alpha}
         self._up = Operand.of(up, down.values.shape[-2])
         self._down = Operand.of(down, up.values.shape[-2] // 2)
-        self._gate: dict[str, str | bool] = {"INTERLEAVED": interleaved, "KIND": activation}
         self._types: set[torch.dtype] = set()  # of x, that the weights fit
         self._is_vector = uses_vector(self._up, self._down)
         # Constexpr arguments of both products, by what else they depend on.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.combinations import pairwise
 from toolkit.kernels import mxfp4, reference
+from toolkit.kernels.gates import ClampedSwiGLU, Gate
 from toolkit.kernels.reference import Stack
 from toolkit.kernels.steps import group_and_step
 
@@ -45,6 +46,14 @@ def filled_memory(monkeypatch):
     monkeypatch.setattr(torch, "empty", filled)
 
 
+GATES: dict[str, Gate] = {
+    "silu": "silu",
+    "clamped_swiglu": ClampedSwiGLU(),
+    "interleaved": ClampedSwiGLU(limit=0.5, alpha=1.3),
+}
+"""Activations of experts by their ends: those with biases, and with rows of gate and up in turn."""
+
+
 @dataclass(frozen=True)
 class Case:
     tokens: int
@@ -52,7 +61,7 @@ class Case:
     size: int
     experts: int
     chosen: int
-    activation: str = "silu"
+    activation: Gate = "silu"
     dtype: torch.dtype = torch.float32
     kind: str = ""  # of the weights: of KINDS
     group: int = 128  # columns with one scale of integers
@@ -197,9 +206,10 @@ def by_token(call: dict[str, object], is_quantized: bool = False) -> Tensor:
             if expert >= 0:
                 y = up[expert] @ (rounded(x) if is_quantized else x) + up_bias[expert]
                 gate, up_y = (y[::2], y[1::2]) if call["interleaved"] else y.chunk(2)
-                if call["activation"] == "clamped_swiglu":
-                    gate, up_y = gate.clamp(max=7), up_y.clamp(-7, 7) + 1
-                    inner = gate / (1 + torch.exp(-1.702 * gate)) * up_y
+                if isinstance(kind := call["activation"], ClampedSwiGLU):
+                    gate = gate.clamp(max=kind.limit)
+                    up_y = up_y.clamp(-kind.limit, kind.limit) + 1
+                    inner = gate / (1 + torch.exp(-kind.alpha * gate)) * up_y
                 else:
                     inner = reference.ACTIVATIONS[call["activation"]](gate) * up_y
                 part = down[expert] @ (rounded(inner) if is_quantized else inner)
@@ -297,7 +307,7 @@ def test_sizes_and_types(kernels, device, dtype, sizes, tokens, kind, end):
     if kind == "mxfp4" and dtype == torch.float16:
         pytest.skip("MXFP4 needs bf16 or fp32")
     has_bias, is_interleaved = end != "silu", end == "interleaved"
-    activation = "silu" if end == "silu" else "clamped_swiglu"
+    activation = GATES[end]
     case = Case(tokens, *sizes, activation, dtype, kind, 128, has_bias, is_interleaved)
     check(kernels, make(case, device))
 
@@ -324,7 +334,7 @@ def test_sizes_and_types(kernels, device, dtype, sizes, tokens, kind, end):
 def test_scales_of_groups_and_blocks(kernels, device, kind, sizes, tokens, dtype, end):
     require_whole_blocks(kind, *sizes[:2])
     has_bias, is_interleaved = end != "silu", end == "interleaved"
-    activation = "silu" if end == "silu" else "clamped_swiglu"
+    activation = GATES[end]
     case = Case(tokens, *sizes, activation, dtype, kind, 128, has_bias, is_interleaved)
     check(kernels, make(case, device))
 
@@ -347,7 +357,7 @@ def test_one_token_in_registers(kernels, device, monkeypatch, kind, sizes, dtype
     """Rows are of several tiles, and end within one. Of several experts, the last one is absent."""
     monkeypatch.setattr(kernels, "VECTOR", 128)
     has_bias, is_interleaved = end != "silu", end == "interleaved"
-    activation = "silu" if end == "silu" else "clamped_swiglu"
+    activation = GATES[end]
     case = Case(1, *sizes, activation, dtype, kind, 128, has_bias, is_interleaved)
     call = make(case, device)
     call["ids"][0, 1:][-1:] = -1
@@ -573,7 +583,7 @@ def test_experts_of_real_sizes(kernels, device, case, kind):
     """A second call has the same bits, although programs run in another order."""
     require_whole_blocks(kind, case.hidden, case.size)
     is_mxfp4 = kind == "mxfp4"
-    activation = "clamped_swiglu" if is_mxfp4 else "silu"
+    activation = ClampedSwiGLU() if is_mxfp4 else "silu"
     case = replace(case, activation=activation, has_bias=is_mxfp4, is_interleaved=is_mxfp4)
     call = make_real(replace(case, tokens=SIZES[-1], kind=kind), device)
     for tokens in SIZES:

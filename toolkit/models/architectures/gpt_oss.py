@@ -1,7 +1,9 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925): sinks, windows in turn, experts with clamped gates."""
 
+import math
 from typing import ClassVar
 
+from toolkit.kernels.gates import ClampedSwiGLU
 from toolkit.models.architectures.llama import llama_layer
 from toolkit.models.config.model_config import Size, WindowedConfig, require
 from toolkit.models.describe import Decoder, Layer
@@ -47,7 +49,9 @@ class Config(WindowedConfig, kw_only=True):
             self.rope_parameters = dict(ROPE)
         super().__post_init__()
         self.num_experts_per_tok = self.experts_per_token or self.num_experts_per_tok
-        require(self, hidden_act=("silu",), swiglu_alpha=(1.702,), swiglu_limit=(7.0,))
+        require(self, hidden_act=("silu",))
+        if not 0 < self.swiglu_limit < math.inf:
+            raise ValueError(f"swiglu_limit must be positive; it is {self.swiglu_limit:g}")
         if self.layer_types is None:
             kinds = ("sliding_attention", "full_attention")
             self.layer_types = [kinds[index % 2] for index in range(self.num_hidden_layers)]
@@ -62,7 +66,7 @@ def describe(config: Config) -> Decoder:
             block,
             (config.num_local_experts, config.num_experts_per_tok),
             size=config.intermediate_size,
-            activation="clamped_swiglu",
+            activation=ClampedSwiGLU(config.swiglu_limit, config.swiglu_alpha),
             renormalizes=True,
             bias=True,
             router=Source(f"{block}.router"),
