@@ -380,6 +380,7 @@ def test_broken_adapters_are_refused_by_name(adapter, checkpoint, tmp_path, prob
         ("granite-moe", "block_sparse_moe.input_linear"),
         ("granite-moe", "block_sparse_moe.router.layer"),
         ("gpt-oss", "mlp.experts.gate_up_proj"),
+        ("llama4", "feed_forward.experts.gate_up_proj"),
     ],
 )
 def test_adapters_of_experts_are_refused(adapter, checkpoint, tmp_path, base, module):

@@ -59,7 +59,7 @@ def test_chunks_of_attention_end_after_any_token(case: Case) -> None:
     text = start + checkpoints.greedy(case.model, start, NEW_TOKENS)
     prompts = [text[:length] for length in range(21, 52)]
     for caching in (False, True):
-        llm = case.engine(device="cpu", enable_prefix_caching=caching, block_size=4)
+        llm = case.engine(**SETTINGS, enable_prefix_caching=caching, block_size=4)
         for _ in range(1 + caching):
             found = generate(llm, prompts, max_tokens=3)
         assert all(one.num_cached_tokens for one in found) == caching
@@ -124,8 +124,40 @@ def test_decoders_next_to_a_tower_and_separate_experts(case: Case, tmp_path: Pat
         case.assert_greedy(found, num_tokens=9)
 
 
+def in_fp8(weight: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight in FP8, and scales along an axis."""
+    scale = weight.abs().amax(axis, keepdim=True) / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def test_stacked_experts_in_fp8_equal_the_dequantized_ones(case: Case, tmp_path: Path) -> None:
+    """As in Llama-4-Maverick-17B-128E-Instruct-FP8: scales of rows, those of down transposed."""
+    stored, exact = {}, {}
+    for name, weight in load_file(case.folder / "model.safetensors").items():
+        stored[name] = exact[name] = weight
+        is_stack = ".experts." in name
+        if is_stack or name.endswith(("q_proj.weight", "shared_expert.up_proj.weight")):
+            stored[name], scale = in_fp8(weight, 1)
+            exact[name] = stored[name].float() * scale
+            stored[f"{name}_scale"] = scale.mT if name.endswith("down_proj") else scale
+    found = []
+    for kind, tensors in (("stored", stored), ("exact", exact)):
+        path = renamed(case.folder, tmp_path / kind, str)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        if kind == "stored":
+            skipped = ["k_proj", "v_proj", "o_proj", "router", "layers.0.feed_forward"]
+            skipped += ["layers.2.feed_forward", "shared_expert.gate_proj"]
+            skipped += ["shared_expert.down_proj", "lm_head"]
+            config = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": skipped}
+            checkpoints.edit_json(path / "config.json", quantization_config=config)
+        llm = LLM(str(path), dtype="float32", **SETTINGS)
+        found.append(checkpoints.engine_logits(llm, case.prompts[3]))
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_int8_weights_change_little(case: Case) -> None:
-    llm = case.engine(device="cpu", quantization="int8")
+    llm = case.engine(**SETTINGS, quantization="int8")
     prompt, last = case.prompts[-1], slice(-4, None)
     ours, expected = checkpoints.engine_logits(llm, prompt)[last], case.logits(prompt, last)
     assert 0 < (ours - expected).norm() / expected.norm() < 0.1

@@ -66,6 +66,34 @@ class FP8(Packing):
         return Blocks(parts["weight"], scales, (1, columns.count))
 
 
+@dataclass(frozen=True, slots=True)
+class StackedFP8(Packing):
+    """Experts of Llama 4: one tensor `…_proj` [experts, columns, rows], and `…_proj_scale`.
+
+    Scales are [experts, 1, rows] of gate and up, and [experts, rows, 1] of down."""
+
+    is_down: bool
+
+    @property
+    def main(self) -> str:
+        return "scale"
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(Kind.FP8, 8)
+
+    def parts(self, rows: Shard, columns: Shard) -> dict[str, Part]:
+        one = type(rows)(1, 0, 1)
+        scale = Part("float32", (rows, one) if self.is_down else (one, rows))
+        return {"weight": Part("float8_e4m3fn", (columns, rows)), "scale": scale}
+
+    def decode(self, parts: Parts, rows: Shard, columns: Shard) -> Blocks:
+        from toolkit.weights.groups import Blocks
+
+        scales = parts["scale"].reshape(rows.count, 1)
+        return Blocks(parts["weight"].T, scales, (1, columns.count))
+
+
 def blocks(shard: Shard, size: int) -> Shard:
     """Return the blocks of a shard. Only the last one of a dimension may be smaller."""
     end = shard.begin + shard.count
@@ -105,6 +133,9 @@ def read_fbgemm(config: Fields, header: Header) -> Packings:
     def find(name: str) -> Packing | None:
         if name == "lm_head" or _is_skipped(name, skipped):
             return None
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            is_known = not header or f"{name}_scale" in header
+            return StackedFP8(name.endswith("down_proj")) if is_known else None
         return FP8("weight_scale", has_row_scales=True)
 
     return Packings("fbgemm_fp8", find, header)
