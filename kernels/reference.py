@@ -50,10 +50,10 @@ def paged_attention(
     q: `[num_tokens, num_heads, head_size]`; query_start_loc: `[num_reqs + 1]`; seq_lens:
     `[num_reqs]`, the context with this step's tokens, which are in the cache already; block_table:
     `[num_reqs, max_blocks]`. The queries of a request are its last positions. A query sees itself
-    and earlier tokens: from `first_key` on. `soft_cap` bounds the logits: cap
-    * tanh(logits / cap) (Gemma 2, arXiv:2408.00118). `sinks`, fp32 `[num_heads]`, are logits that
-    join each softmax without a value (gpt-oss; Xiao et al., arXiv:2309.17453). Head h reads KV head
-    `h // (num_heads // num_kv_heads)`.
+    and earlier tokens: from `first_key` on. `soft_cap` bounds the logits: cap * tanh(logits / cap)
+    (Gemma 2, arXiv:2408.00118). `sinks`, fp32 `[num_heads]`, are logits that join each softmax
+    without a value (gpt-oss; Xiao et al., arXiv:2309.17453). Head h reads KV head `h // (num_heads
+    // num_kv_heads)`.
 
     `last_key`, int32 `[num_tokens]`, is the position up to which each query sees: its own or a
     later one in the cache, never before that of the request's query ahead of it. `first_key` is
@@ -251,6 +251,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gate_by(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+    """Return act(gate) * up, or the function of `gates.ClampedSwiGLU`."""
     if isinstance(kind, str):
         return ACTIVATIONS[kind](gate) * up
     gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)

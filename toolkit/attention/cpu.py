@@ -175,13 +175,14 @@ def _plain(
     if mask is None:
         mask = torch.ones(len(query), keys.shape[1], dtype=torch.bool)
         mask = mask.tril(keys.shape[1] - len(query))
+    hidden = ~mask
     out = torch.empty(query.shape)
     group = shape.num_heads // shape.num_kv_heads
     for head in range(shape.num_heads):
         logits = query[:, head].float() @ keys[head // group].float().T * shape.scale
         if shape.soft_cap:
             logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
-        logits = logits.masked_fill_(~mask, -torch.inf)
+        logits = logits.masked_fill_(hidden, -torch.inf)
         if shape.sinks is not None:
             logits = F.pad(logits, (0, 1), value=float(shape.sinks[head]))
         weights = logits.softmax(-1)[:, : keys.shape[1]]

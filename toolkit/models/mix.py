@@ -135,7 +135,8 @@ class AttentionMix(Mix):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        return (self.attn.shape, self.attn.transform.rope is not None, *super().kind)
+        ropes = self.attn.transform.rope, self.attn.transform.q_rope
+        return (self.attn.shape, *(one is not None for one in ropes), *super().kind)
 
     def slots(self) -> Slots:
         if self._sinks_name is None or self.sinks is None:
