@@ -131,7 +131,7 @@ def in_fp8(weight: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def test_stacked_experts_in_fp8_equal_the_dequantized_ones(case: Case, tmp_path: Path) -> None:
-    """As in Llama-4-Maverick-17B-128E-Instruct-FP8: scales of rows, those of down transposed."""
+    """The layout of Llama-4-Maverick-17B-128E-Instruct-FP8: down has its scales transposed."""
     stored, exact = {}, {}
     for name, weight in load_file(case.folder / "model.safetensors").items():
         stored[name] = exact[name] = weight
