@@ -97,7 +97,7 @@ def paged_attention(
         q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows, order, last_key
     )
     batch.check()
-    logits = Logits(scale, sliding_window, soft_cap, sinks, chunk)
+    logits = Logits.of(scale, sliding_window, chunk, soft_cap, sinks, max_seq_len)
     splits = num_splits(batch, max_seq_len)
     if max_query_len == 1 or (is_decode and _fits_decode(batch, max_query_len)):
         decode(batch, logits, splits, queries=max_query_len)
@@ -175,7 +175,8 @@ def decode_attention(
             clip=clip,
         )
         batch = batch._replace(q=q)
-    decode(batch, Logits(scale, sliding_window, soft_cap, sinks, chunk), splits, own)
+    logits = Logits.of(scale, sliding_window, chunk, soft_cap, sinks, max_seq_len)
+    decode(batch, logits, splits, own)
     return out
 
 
@@ -279,6 +280,20 @@ class Logits(NamedTuple):
     soft_cap: float
     sinks: Tensor | None = None  # fp32 [num_heads]
     chunk: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        scale: float,
+        sliding_window: int,
+        chunk: int,
+        soft_cap: float,
+        sinks: Tensor | None,
+        max_seq_len: int,
+    ) -> Logits:
+        """Leave out a chunk that has every context: other kernels are faster without one."""
+        chunk = chunk if chunk < max_seq_len else 0
+        return cls(scale, sliding_window, soft_cap, sinks, chunk)
 
     def arguments(self) -> dict[str, object]:
         """Return scales for a softmax in base 2. A soft cap uses tanh(x) = 2 * sigmoid(2x) - 1."""

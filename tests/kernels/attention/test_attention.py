@@ -354,6 +354,17 @@ def test_chunks_hide_the_keys_before_them(triton_attention, device, lens, chunk,
     check(triton_attention, case, device, is_decode=is_decode)
 
 
+def test_a_chunk_of_every_context_takes_the_plain_kernels(triton_attention, device, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        triton_attention, "prefill", lambda batch, logits, **_: found.append(logits.chunk)
+    )
+    for chunk in (23, 24):
+        case = replace(Case(((24, 24),), chunk=chunk), device=device)
+        triton_attention.paged_attention(*make(case).arguments, **case.bounds, **case.options)
+    assert found == [23, 0]
+
+
 @pytest.mark.on_cpu("63-0", "64-50", "65-0", "130-0")
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("query_len", [63, 64, 65, 130])
