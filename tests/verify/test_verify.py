@@ -15,6 +15,7 @@ import torch
 from tests import checkpoints, pictured
 from tests.weights.test_fp8_blocks import save_in_blocks
 from toolkit import LLM
+from toolkit.attention import GroupTable
 from toolkit.attention import cpu as cpu_attention
 from toolkit.config import EngineConfig
 from toolkit.config.sources import CHECK_MEMORY
@@ -254,8 +255,9 @@ def stale_pointer(patch: pytest.MonkeyPatch) -> None:
     run_layers, copies = Decoder._run_layers, []
 
     def run(model: Decoder, x: torch.Tensor, batch: Any) -> torch.Tensor:
-        copies.append(torch.from_numpy(batch.slot_mapping.numpy().copy()))
-        return run_layers(model, x, dataclasses.replace(batch, slot_mapping=copies[-1]))
+        copies.append([torch.from_numpy(one.slots.numpy().copy()) for one in batch.tables])
+        tables = map(GroupTable, (one.blocks for one in batch.tables), copies[-1])
+        return run_layers(model, x, dataclasses.replace(batch, tables=tuple(tables)))
 
     patch.setattr(Decoder, "_run_layers", run)
 

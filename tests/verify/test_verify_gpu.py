@@ -52,9 +52,10 @@ def test_graph_with_a_stale_pointer_is_found(checkpoint, monkeypatch, dtype):
 
     def run(model: Decoder, x: torch.Tensor, batch: Any) -> torch.Tensor:
         if not torch.cuda.is_current_stream_capturing():
-            copies[len(x)] = batch.slot_mapping.clone()
+            copies[len(x)] = batch.tables[0].slots.clone()
             kept.append(copies[len(x)])
-        return run_layers(model, x, dataclasses.replace(batch, slot_mapping=copies[len(x)]))
+        tables = (batch.tables[0]._replace(slots=copies[len(x)]),)
+        return run_layers(model, x, dataclasses.replace(batch, tables=tables))
 
     monkeypatch.setattr(Decoder, "_run_layers", run)
     assert differing(verified(checkpoint, "llama3-gqa", dtype=dtype)) == ["graphs"]

@@ -226,7 +226,7 @@ def _shape(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 def _windows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Say which tokens layers keep, if some keep only those near the newest."""
     memory = (one for one in checkpoint.description.memory if isinstance(one, TokenMemory))
-    counts = Counter(CacheGroup(one.window) for one in memory)
+    counts = Counter(CacheGroup(one.window, one.chunk) for one in memory)
     if not any(group.frees for group in counts):
         return []
     parts = (f"{count} layers keep {group.kept}" for group, count in counts.most_common())
