@@ -8,7 +8,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -325,11 +324,10 @@ def expect_no_drafts(states: StateSlots, *given: int, has_drafts: bool) -> None:
     STATE_SLOTS(states, *given, has_drafts=False)
 
 
-def trim_by_computed_tokens(tables: BlockTables, request: Request, computed: int, **more: bool):
-    known = Request.num_known_tokens
-    with mock.patch.object(Request, "num_known_tokens", property(lambda one: computed + 1)):
-        TRIM(tables, request, computed, **more)
-    assert Request.num_known_tokens is known
+def trim_by_computed_tokens(
+    tables: BlockTables, requests: Sequence[Request], positions: Sequence[int], **more: bool
+) -> None:
+    TRIM(tables, requests, [one.num_computed_tokens for one in requests], **more)
 
 
 def register_unknown_tokens(tables: BlockTables, request: Request) -> None:

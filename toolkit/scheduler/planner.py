@@ -194,16 +194,14 @@ class Planner:
     ) -> bool:
         """Give blocks to requests that grow to `end` tokens. Return False if there are too few."""
         which = np.flatnonzero(grows)
+        rows = batch.rows.take(which)
         growing = [batch.requests[index] for index in which.tolist()]
-        needs = []
-        for request, most in zip(growing, end.take(which).tolist(), strict=True):
-            self._blocks.trim(request, request.num_computed_tokens)
-            needs.append(self._blocks.missing(request, most))
-        pages = self._blocks.pool.allocate(sum(map(sum, needs)))
-        if pages is None:
+        positions = self._rows.first_uncomputed(rows) if self._blocks.frees else []
+        ends = end.take(which).tolist()
+        capacities = self._blocks.grow(growing, positions, ends, step.new_blocks)
+        if capacities is None:
             return False
-        for request, counts in zip(growing, needs, strict=True):
-            pages = self._grow(request, counts, pages, step)
+        self._flush(growing, self._rows.grow(rows, capacities))
         return True
 
     def schedule_one_by_one(self, step: StepBuilder, allotted: Allotment) -> None:
@@ -235,12 +233,15 @@ class Planner:
         blocks, computed = self._blocks, request.num_computed_tokens
         for_followers = request.num_followers > 0
         while True:
-            blocks.trim(request, computed, for_followers=for_followers)
-            counts = blocks.missing(request, computed + num_tokens)
-            pages = blocks.pool.allocate(sum(counts))
-            if pages is not None:
-                if pages:
-                    self._grow(request, counts, pages, step)
+            capacities = blocks.grow(
+                [request],
+                [request.first_uncomputed],
+                [computed + num_tokens],
+                step.new_blocks,
+                for_followers=for_followers,
+            )
+            if capacities is not None:
+                self._flush([request], self._rows.grow(np.array([request.row]), capacities))
                 return True
             if for_followers:
                 for_followers = False  # its siblings begin with less than they could
@@ -275,20 +276,11 @@ class Planner:
             drafts -= 1
         return drafts if self._make_room(request, num_tokens + drafts, step) else 0
 
-    def _grow(
-        self, request: Request, counts: list[int], pages: list[int], step: StepBuilder
-    ) -> list[int]:
-        """Give a request the first of these pages, `counts` by group. Return the others."""
-        row, at = request.row, 0
-        for g, count in enumerate(counts):
-            for column, page in self._blocks.add(request, g, pages[at : at + count]):
-                step.new_blocks += (row, column, page)
-            at += count
-        before, capacity = self._rows.capacity.item(row), self._blocks.capacity(request)
-        self._rows.capacity[row] = capacity
-        if before // self._rows.flush_every < capacity // self._rows.flush_every:
-            request.flush_tail()
-        return pages[at:]
+    @staticmethod
+    def _flush(requests: list[Request], fill_up: BoolArray) -> None:
+        """Have the requests whose tails fill up keep their tokens themselves."""
+        for index in np.flatnonzero(fill_up).tolist():
+            requests[index].flush_tail()
 
     # ---- waiting requests
 

@@ -149,6 +149,13 @@ class Request:
         return self._counts.item(TOKENS) - self._counts.item(IN_FLIGHT)
 
     @property
+    def first_uncomputed(self) -> int:
+        """Position of the first token that a later step may compute.
+
+        Drafts may be wrong: it is no later than the newest known token."""
+        return min(self.num_computed_tokens, self.num_known_tokens - 1)
+
+    @property
     def num_tokens_to_compute(self) -> int:
         return self.num_tokens - self.num_computed_tokens
 

@@ -83,6 +83,19 @@ class Rows:
         self.clients[row], self.numbers[row] = request.client, request.number
         self._set_stops(row, request)
 
+    def first_uncomputed(self, rows: npt.NDArray[np.intp]) -> list[int]:
+        """Return `Request.first_uncomputed` of rows [n]."""
+        known = self.tokens.take(rows) - self.in_flight.take(rows)
+        positions: list[int] = np.minimum(self.computed.take(rows), known - 1).tolist()
+        return positions
+
+    def grow(self, rows: npt.NDArray[np.intp], capacities: list[int]) -> npt.NDArray[np.bool_]:
+        """Note for how many tokens rows [n] have pages. Return whose tails are half full again."""
+        before, after = self.capacity.take(rows), np.array(capacities, np.int32)
+        self.capacity[rows] = after
+        filling: npt.NDArray[np.bool_] = before // self.flush_every < after // self.flush_every
+        return filling
+
     def leave(self, request: Request) -> None:
         """Take the row from a request, which keeps its counts and tokens."""
         self.taken_at[request.row] = NO_STEP

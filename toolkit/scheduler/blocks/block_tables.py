@@ -51,6 +51,11 @@ class BlockTables:
         self._columns = first_columns(self.groups, block_size, max_model_len)
         self._freeing = [g for g, group in enumerate(self.groups) if group.frees]
 
+    @property
+    def frees(self) -> bool:
+        """True if requests free tokens while they run."""
+        return bool(self._freeing)
+
     # ---- sizes
 
     def capacity(self, request: Request) -> int:
@@ -168,12 +173,45 @@ class BlockTables:
         self._set_anchors(request, cached.branch)
         return True
 
-    def add(self, request: Request, g: int, pages: list[int]) -> list[tuple[int, int]]:
-        """Append pages to a request's table. Return (column, page) of each."""
-        table = request.blocks[g]
-        first = self._columns[g] + len(table)
-        table += pages
-        return list(enumerate(pages, first))
+    def grow(
+        self,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        ends: Sequence[int],
+        new_blocks: list[int],
+        *,
+        for_followers: bool = True,
+    ) -> list[int] | None:
+        """Give requests pages for their first `ends` tokens, after freeing what windows have left.
+
+        positions, for_followers: see `trim`; unused if no group frees tokens. Append (row, column,
+        page) of each page to `new_blocks`. Return the tokens for which each request has pages then.
+        None, with no page given: too few are free."""
+        if self._freeing:
+            self.trim(requests, positions, for_followers=for_followers)
+        needs = []
+        for g, tokens in enumerate(self.page_tokens):
+            tables = [request.blocks[g] for request in requests]
+            lengths = [
+                -(-end // tokens) - len(table) for table, end in zip(tables, ends, strict=True)
+            ]
+            needs.append((tables, lengths))
+        pages = self.pool.allocate(sum(n for _, lengths in needs for n in lengths if n > 0))
+        if pages is None:
+            return None
+        pages.reverse()
+        capacities: list[int] | None = None
+        for (tables, lengths), first, tokens in zip(
+            needs, self._columns[:-1], self.page_tokens, strict=True
+        ):
+            for request, table, length in zip(requests, tables, lengths, strict=True):
+                for _ in range(length):
+                    page = pages.pop()
+                    new_blocks += request.row, first + len(table), page
+                    table.append(page)
+            held = [len(table) * tokens for table in tables]
+            capacities = held if capacities is None else list(map(min, capacities, held))
+        return capacities
 
     def release(self, request: Request) -> None:
         """Take all pages from a request. Full ones stay in the prefix cache."""
@@ -183,27 +221,35 @@ class BlockTables:
 
     # ---- windows
 
-    def trim(self, request: Request, computed: int, *, for_followers: bool = True) -> None:
-        """Free the pages of tokens that nothing reads any more.
+    def trim(
+        self,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        *,
+        for_followers: bool = True,
+    ) -> None:
+        """Free the pages of tokens that the ones from these positions on do not read.
 
-        computed: tokens that the request has before the step that is planned. Drafts among them may
-        be wrong, so no more are counted than are known. for_followers: keep what siblings begin
-        with."""
-        if not self._freeing:
-            return
-        position = min(computed, request.num_known_tokens - 1)
-        if request.num_followers and for_followers:
-            position = min(position, request.anchors[0])
-        for g in self._freeing:
-            first, trimmed = self._first_page(g, position), request.num_trimmed[g]
-            if first <= trimmed:
-                continue
-            table = request.blocks[g]
-            for index in range(trimmed, min(first, len(table))):
-                page, table[index] = table[index], HOLE
-                if page != HOLE:
-                    self.pool.release([page], reuses_first=not self._is_kept(request, g, index))
-            request.num_trimmed[g] = first
+        positions: of the first token that a later step may compute. Drafts may be wrong, so it is
+        no later than the newest known token. for_followers: keep what siblings begin with."""
+        kept: list[int] = []
+        idle: list[int] = []
+        for request, position in zip(requests, positions, strict=True):
+            trimmed = request.num_trimmed
+            if request.num_followers and for_followers:
+                position = min(position, request.anchors[0])
+            for g in self._freeing:
+                first = self._first_page(g, position)
+                if first <= trimmed[g]:
+                    continue
+                table = request.blocks[g]
+                for index in range(trimmed[g], min(first, len(table))):
+                    page, table[index] = table[index], HOLE
+                    if page != HOLE:
+                        (kept if self._is_kept(request, g, index) else idle).append(page)
+                trimmed[g] = first
+        self.pool.release(idle, reuses_first=True)
+        self.pool.release(kept)
 
     def _set_anchors(self, request: Request, branch: int) -> None:
         """Note where other requests may begin: before a prompt's last token, and at `branch`."""
@@ -214,6 +260,8 @@ class BlockTables:
     def _is_kept(self, request: Request, g: int, index: int) -> bool:
         """Return True if a request that begins at an anchor reads a page."""
         tokens = self.page_tokens[g]
+        if index * tokens >= max(request.anchors):
+            return False
         return any(
             index * tokens < anchor and self.groups[g].first_key(anchor) < (index + 1) * tokens
             for anchor in request.anchors
@@ -226,7 +274,7 @@ class BlockTables:
         if not self.host_pool.num_blocks:
             return []
         computed = request.num_computed_tokens
-        self.trim(request, computed)
+        self.trim([request], [request.first_uncomputed])
         tables = [
             table[: -(-computed // tokens)]
             for table, tokens in zip(request.blocks, self.page_tokens, strict=True)
