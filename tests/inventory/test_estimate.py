@@ -42,7 +42,7 @@ PADDED = 1.25
 """Packing for a CPU adds rows of padding, a large part of models as small as these."""
 KINDS = (
     "gpt2", "gpt2-untied-inverse-scale", "llama3-gqa", "llama-mqa-tied", "llama-biases-head-dim",
-    "mistral-window", "qwen2", "qwen3", "granite-moe-shared",
+    "mistral-window", "qwen2-tied-some-windows", "qwen3", "granite-moe-shared", "llama4",
 )  # fmt: skip
 
 

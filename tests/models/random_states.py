@@ -1,4 +1,4 @@
-"""Random requests to a model with states, compared with a run without caching.
+"""Random requests to a model with states or windows, compared with a run without caching.
 
 The suite asks 300. A soak asks more, and kills the core every so many. Preempted requests are
 recomputed in a half of it, and swapped in the other, as far as the host has room:
@@ -52,6 +52,16 @@ def hybrid() -> Reference:
     family, settings = ARCHITECTURES["qwen3-next"]
     longer = {"max_position_embeddings": 512, "linear_num_value_heads": 4, "decoder_sparse_step": 2}
     return checkpoints.make_model(family, settings | longer)
+
+
+def windows() -> Reference:
+    """Return a decoder whose layers keep windows of 40 tokens, and all tokens in every third."""
+    family, settings = ARCHITECTURES["gemma3"]
+    longer = {"max_position_embeddings": 512, "sliding_window": 40}
+    return checkpoints.make_model(family, settings | longer)
+
+
+MODELS = {"hybrid": hybrid, "windows": windows}
 
 
 def random_requests(count: int, seed: int) -> list[Request]:
@@ -144,6 +154,7 @@ def main() -> None:
     parser.add_argument("--kill-every", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafts", action="store_true")
+    parser.add_argument("--model", choices=MODELS, default="hybrid")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
     requests = random_requests(given.requests, given.seed)
@@ -151,7 +162,7 @@ def main() -> None:
     settings = SETTINGS if given.device == "cpu" else ON_GPU
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as path:
-        folder = checkpoints.save(hybrid(), Path(path))
+        folder = checkpoints.save(MODELS[given.model](), Path(path))
         expected = answers_alone(folder, requests, settings)
         if given.drafts:
             requests = with_predictions(requests, expected)

@@ -69,3 +69,20 @@ def test_a_prompt_that_is_found_again_has_windows_of_its_own(checkpoint: Callabl
     assert again.num_cached_tokens == 40 // grain * grain > 0
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
     llm.shutdown()
+
+
+def test_random_requests_equal_those_that_run_without_a_cache(tmp_path):
+    """With wrong drafts, prompts that share beginnings, and requests that are swapped."""
+    folder = checkpoints.save(random_states.windows(), tmp_path)
+    requests = random_states.random_requests(40, seed=5)
+    expected = random_states.answers_alone(folder, requests)
+    limits = random_states.SWAP | random_states.DRAFTS
+    with random_states.predictions_are_ids():
+        llm = LLM(str(folder), **SETTINGS, **limits)
+        num_preempted = engines.count_stats(llm, "num_preemptions")
+        num_hits = engines.count_stats(llm, "prefix_cache_hits")
+        guessing = random_states.with_predictions(requests, expected)
+        assert random_states.answers(llm, guessing) == expected
+        llm.shutdown()
+    assert num_preempted() > 0
+    assert num_hits() > 0
