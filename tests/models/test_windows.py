@@ -13,6 +13,7 @@ from tests.models import random_states
 from tests.models.random_states import DRAFTS, SETTINGS
 from tests.references import Reference
 from toolkit import LLM, SamplingParams
+from toolkit.models.memory import MemoryLayout
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 LENGTHS = [*range(1, 23), 40]
@@ -86,3 +87,20 @@ def test_random_requests_equal_those_that_run_without_a_cache(tmp_path):
         llm.shutdown()
     assert num_preempted() > 0
     assert num_hits() > 0
+
+
+@pytest.mark.parametrize(
+    "more", [{"kv_cache_dtype": "fp8"}, {"quantization": "int8", "enable_prefix_caching": False}]
+)
+def test_rounded_caches_and_weights_answer_as_in_one_group(checkpoint, monkeypatch, more):
+    settings = SETTINGS | {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 3} | more
+    requests = [([(7 * i * i + n) % 250 for i in range(n)], GREEDY) for n in (9, 21, 40)]
+    found = []
+    for frees in (True, False):
+        if not frees:
+            monkeypatch.setattr(MemoryLayout, "with_groups", lambda layout, *_: layout)
+        llm = LLM(str(checkpoint("gemma3")), **settings)
+        assert len(engines.runner(llm).caches[0].layout.groups) == 1 + frees
+        found.append([random_states.answers(llm, requests) for _ in range(2)])
+        llm.shutdown()
+    assert found[0] == found[1]
