@@ -153,17 +153,20 @@ def join(
     other: Tensor | None = None,
     post: Norm | None = None,
     scale: float = 1.0,
+    factor: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return (norms of the sum, the sum): residual + scale * post(x + other).
+    """Return (norms of the sum, the sum): factor * (residual + scale * post(x + other)).
 
-    x, residual, other: `[num_tokens, size]`; norms: at most two. All is computed in fp32. The sum
-    is rounded to the rows' type and written into `residual`; the norms are of the rounded sum.
-    Without a residual the sum is x itself, and there must be no other, post or scale."""
+    x, residual, other: `[num_tokens, size]`; norms: at most two; factor: `[1]`. All is computed in
+    fp32. The sum is rounded to the rows' type and written into `residual`; the norms are of the
+    rounded sum. Without a residual the sum is x itself, and there must be no other, post, scale or
+    factor."""
     total = x
     if residual is not None:
         product = x.float() if other is None else x.float() + other.float()
         product = product if post is None else normalize(product, post)
-        total = residual.copy_(residual.float() + scale * product)
+        total = residual.float() + scale * product
+        total = residual.copy_(total if factor is None else factor.float() * total)
     return [normalize(total, norm).to(x.dtype) for norm in norms], total
 
 
@@ -197,12 +200,14 @@ class HeadNorm:
     eps: float
     is_centered: bool = False  # layer norm instead of RMS norm: Cohere, StableLM
     is_last: bool = False  # after the rotation instead of before it: HunYuan
+    norms_values: bool = False  # values, too, without a weight: Gemma 4
 
-    def apply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Norm fp32 heads `[num_tokens, num_heads, head_size]` by one of the weights."""
+    def apply(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Norm fp32 heads `[num_tokens, num_heads, head_size]` by one of the weights. None: 1."""
         if self.is_centered:
             x = x - x.mean(-1, keepdim=True)
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return x if weight is None else x * weight.float()
 
 
 def qk_norm_rope_write(
@@ -222,8 +227,9 @@ def qk_norm_rope_write(
 
     First all three are clamped to ±clip unless that is 0. Then queries and keys are normed (unless
     the norm is last), rotated by each token's angles `cos_sin` `[num_tokens, 2, half]` (queries by
-    `q_cos_sin` if that is given), and normed if the norm is last. All is computed in fp32 and
-    rounded once. Returns `[num_tokens, num_heads, head_size]`."""
+    `q_cos_sin` if that is given), and normed if the norm is last. Values are normed if
+    `norms_values`. All is computed in fp32 and rounded once. With 0 KV heads, rows are queries
+    alone, and nothing is stored. Returns `[num_tokens, num_heads, head_size]`."""
     heads = qkv.reshape(len(qkv), -1, k_cache.shape[3]).float()
     if clip:
         heads = heads.clamp(-clip, clip)
@@ -235,7 +241,10 @@ def qk_norm_rope_write(
         k = rotate(k, *cos_sin.unbind(1))
     if norm is not None and norm.is_last:
         q, k = norm.apply(q, norm.q_weight), norm.apply(k, norm.k_weight)
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    if norm is not None and norm.norms_values:
+        v = norm.apply(v, None)
+    if num_kv_heads:
+        write_kv(k, v, k_cache, v_cache, slot_mapping)
     return q.to(qkv.dtype)
 
 

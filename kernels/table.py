@@ -137,6 +137,7 @@ class TritonKernels(Kernels):
         self.max_short_segment = windows.MOST_TOKENS
 
         self.gate_rows = activation.gate_rows
+        self.multiply_rows = activation.multiply_rows
         self.add_gated = activation.add_gated
 
         # Layers with a state for each request

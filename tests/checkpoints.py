@@ -29,6 +29,7 @@ NEW_TOKENS = 64  # per answer in the parity tests
 _CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Gemma3Seeing": "Gemma3Config",
+    "Gemma4": "Gemma4TextConfig",
     "Llama4": "Llama4TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
     "Qwen3_5Seeing": "Qwen3_5Config",
@@ -53,6 +54,7 @@ _HEADS = {"GPT2": "GPT2LMHeadModel"} | {
     family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING
 }
 _VECTORS = ("sinks", "class_embedding", "lambda_1", "lambda_2", "A_log")
+_SCALES = ("scale", "per_expert_scale", "layer_scalar")
 _OFFSET_NORMS = ("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")  # their norms multiply by 1 + weight
 _TOKENIZER = Path(__file__).parent / "references" / "tokenizer"
 
@@ -91,13 +93,16 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
     # Some versions choose SDPA for Gemma 2, which ignores its soft cap.
     config = config_class(**ids, **settings, attn_implementation="eager")
     model = head(config).eval()
-    norm_mean = 0.0 if family.startswith(_OFFSET_NORMS) else 1.0
+    has_offset = family.startswith(_OFFSET_NORMS) and family != "Gemma4"
+    norm_mean = 0.0 if has_offset else 1.0
     with torch.no_grad():
         for module in model.modules():
             is_norm = "Norm" in type(module).__name__
             for name, parameter in module.named_parameters(recurse=False):
                 is_vector = name.endswith("bias") or name in _VECTORS
-                if is_vector or is_norm:
+                if name in _SCALES:
+                    parameter.normal_(1.0, 0.3)
+                elif is_vector or is_norm:
                     mean = 1.0 if type(module).__name__.endswith("Gated") else norm_mean
                     parameter.normal_(mean if name == "weight" else 0.0, 0.3)
                 elif isinstance(module, torch.nn.Embedding):
@@ -108,8 +113,8 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
                         fan_in = parameter[0].numel()
                     parameter.normal_(0.0, 2 * fan_in**-0.5)
             for name, buffer in module.named_buffers(recurse=False):
-                if "correction_bias" in name:
-                    buffer.normal_(0.0, 0.3)
+                if "correction_bias" in name or name in _SCALES:
+                    buffer.normal_(float(name in _SCALES), 0.3)
     return model
 
 

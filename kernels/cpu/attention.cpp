@@ -23,8 +23,9 @@ constexpr int64_t kKeys = 32;  // per tile
 constexpr int64_t kKeyVecs = kKeys / kLanes;
 constexpr int kKeysAtOnce = kLanes == 16 ? 8 : 4;  // sums of two vectors of rows fit in registers
 constexpr int64_t kMaxRows = 64;                   // of an item, over all its heads
-constexpr int64_t kState = 4096;                   // floats of an item's queries, and of its sums
-constexpr int64_t kMaxSize = 256;                  // of a head
+constexpr int64_t kMaxSize = 512;                  // of a head
+constexpr int64_t kQueries = 4096;  // floats of an item's queries, of at least kLanes rows
+constexpr int64_t kState = kQueries > kLanes * kMaxSize ? kQueries : kLanes * kMaxSize;
 // Up to this many rows use vectors along the head. More rows lie across the lanes of a vector, and
 // need no sums and maxima over lanes.
 constexpr int64_t kFewRows = 4;
@@ -264,7 +265,7 @@ class Attention {
     const int64_t threads = num_threads();
     const int64_t share =
         threads == 1 ? kAll : larger(1, work * layer_.num_heads / (threads * kItemsPerThread));
-    const int64_t max_rows = smaller(kMaxRows, kState / padded_ / kLanes * kLanes);
+    const int64_t max_rows = smaller(kMaxRows, larger(1, kQueries / padded_ / kLanes) * kLanes);
     for (int64_t request = 0; request < step_.num_reqs; ++request) {
       const int64_t num_rows = query_len(request) * group_;
       // Many rows read the same keys and values repeatedly. Head by head, these stay in the cache.
@@ -312,8 +313,8 @@ class Attention {
 
   // Running state of an item's rows [num_heads, num_rows]. More than kFewRows rows are of one head.
   struct State {
-    alignas(64) float q[kState];          // [.., padded]; for many rows [size, num_lanes]
-    alignas(64) float sums[kState] = {};  // [.., padded]
+    alignas(64) float q[kState];     // [.., padded]; for many rows [size, num_lanes]
+    alignas(64) float sums[kState];  // [.., padded]
     alignas(64) float maximum[kMaxRows];
     alignas(64) float total[kMaxRows] = {};
     alignas(64) int32_t first[kMaxRows];  // for many rows, the first key that each sees
@@ -325,8 +326,10 @@ class Attention {
 
   void begin(const Item& item, State& state) const {
     for (float& maximum : state.maximum) maximum = kLowest;
+    const int64_t rows = is_across(item) ? num_lanes(item) : item.num_heads * item.num_rows;
+    std::memset(state.sums, 0, rows * padded_ * sizeof(float));
     if (is_across(item)) return begin_across(item, state);
-    for (float& q : state.q) q = 0;
+    std::memset(state.q, 0, rows * padded_ * sizeof(float));
     for (int64_t h = 0, i = 0; h < item.num_heads; ++h) {
       for (int64_t r = 0; r < item.num_rows; ++r, ++i) {
         const T* from = q_ + place(item, item.head + h, item.first_row + r, q_stride_);

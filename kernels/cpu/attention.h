@@ -9,7 +9,7 @@ struct AttentionLayer {
   void *k_cache, *v_cache;
   const void *q_weight, *k_weight;  // of the heads' norm, a head's `stride` apart; null: no norm
   const float* sinks;  // [num_heads], logits that join each head's softmax; null: none
-  int64_t q_stride, k_stride, norm_is_bf16, is_centered, norm_is_last;
+  int64_t q_stride, k_stride, norm_is_bf16, is_centered, norm_is_last, norms_values;
   int64_t num_heads, num_kv_heads, head_size, block_size, sliding_window, chunk, is_bf16;
   int64_t block_stride;
   int64_t row_size;  // elements from a token's queries, keys and values to the next one's

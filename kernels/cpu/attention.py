@@ -7,7 +7,7 @@ import torch
 from toolkit.kernels.cpu.library import FLOAT, POINTER, SIZE, Kernel
 from toolkit.kernels.reference import HeadNorm
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 DTYPES = (torch.float32, torch.bfloat16)
 
 _write = Kernel("tk_write", POINTER, POINTER, POINTER, POINTER, POINTER, SIZE)
@@ -20,7 +20,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [  # ctypes wants a list
         *((name, POINTER) for name in ("k_cache", "v_cache", "q_weight", "k_weight", "sinks")),
         *((name, SIZE) for name in ("q_stride", "k_stride", "norm_is_bf16")),
-        *((name, SIZE) for name in ("is_centered", "norm_is_last")),
+        *((name, SIZE) for name in ("is_centered", "norm_is_last", "norms_values")),
         *((name, SIZE) for name in ("num_heads", "num_kv_heads", "head_size", "block_size")),
         *((name, SIZE) for name in ("sliding_window", "chunk", "is_bf16")),
         *((name, SIZE) for name in ("block_stride", "row_size")),
@@ -87,7 +87,8 @@ class Layer:
     Each block is contiguous; other layers' blocks may lie between them.
     norm, clip: see `reference.qk_norm_rope_write`; other options: `reference.paged_attention`. The
     caches are both in fp32 or both in bfloat16, as are the norm's weights; queries, keys, values
-    and angles are in the caches' type. Raises ValueError for others."""
+    and angles are in the caches' type. writes: it has keys and values of its own. Raises ValueError
+    for others."""
 
     def __init__(
         self,
@@ -102,6 +103,7 @@ class Layer:
         sinks: torch.Tensor | None = None,
         norm: HeadNorm | None = None,
         clip: float = 0.0,
+        writes: bool = True,
     ) -> None:
         _, block_size, num_kv_heads, head_size = k_cache.shape
         if k_cache.dtype not in DTYPES or v_cache.dtype != k_cache.dtype:
@@ -119,9 +121,10 @@ class Layer:
                 f"at most {MAX_HEAD_SIZE}, and the KV heads must divide the heads"
             )
         self.dtype, self.num_heads, self.head_size = k_cache.dtype, num_heads, head_size
-        self.width = (num_heads + 2 * num_kv_heads) * head_size
+        own_kv_heads = num_kv_heads if writes else 0
+        self.width = (num_heads + 2 * own_kv_heads) * head_size
         weights = [] if norm is None else [norm.q_weight, norm.k_weight]
-        for weight, heads in zip(weights, (num_heads, num_kv_heads), strict=False):
+        for weight, heads in zip(weights, (num_heads, own_kv_heads or num_heads), strict=False):
             if (
                 weight.shape not in ((1, head_size), (heads, head_size))
                 or weight.dtype not in DTYPES
@@ -142,14 +145,17 @@ class Layer:
             )
         # Keeps them alive: the structure has only their addresses.
         self._tensors = (k_cache, v_cache, *(weights or (None, None)), sinks)
-        self._layer = _Layer(
-            *(None if tensor is None else tensor.data_ptr() for tensor in self._tensors),
-            *([head_size * (len(weight) > 1) for weight in weights] or [0, 0]),
-            bool(weights) and weights[0].dtype == torch.bfloat16,
-            *((norm.is_centered, norm.is_last) if norm is not None else (False, False)),
-            *(num_heads, num_kv_heads, head_size, block_size, sliding_window, chunk),
-            *(self.dtype == torch.bfloat16, k_cache.stride(0), self.width),
-            *(scale, soft_cap, norm.eps if norm is not None else 0.0, clip),
+        self._layer, self._written = (
+            _Layer(
+                *(None if tensor is None else tensor.data_ptr() for tensor in self._tensors),
+                *([head_size * (len(weight) > 1) for weight in weights] or [0, 0]),
+                bool(weights) and weights[0].dtype == torch.bfloat16,
+                *(getattr(norm, one, False) for one in ("is_centered", "is_last", "norms_values")),
+                *(num_heads, kv_heads, head_size, block_size, sliding_window, chunk),
+                *(self.dtype == torch.bfloat16, k_cache.stride(0), self.width),
+                *(scale, soft_cap, norm.eps if norm is not None else 0.0, clip),
+            )
+            for kv_heads in (num_kv_heads, own_kv_heads)
         )
         self._address = ctypes.addressof(self._layer)
 
@@ -173,7 +179,7 @@ class Layer:
                 f"q | k | v must be [{step.num_tokens}, {self.width}] in {self.dtype}, each row "
                 f"contiguous, not {list(qkv.shape)} in {qkv.dtype}"
             )
-        self._layer.row_size = row_size = qkv.stride(0)
+        self._written.row_size = row_size = qkv.stride(0)
         half = 0 if cos_sin is None else cos_sin.shape[2]
         for angles in (cos_sin, q_cos_sin):
             if angles is not None and (
@@ -188,7 +194,9 @@ class Layer:
                 )
         keys = None if cos_sin is None else cos_sin.data_ptr()
         queries = keys if q_cos_sin is None else q_cos_sin.data_ptr()
-        _write.run(self._address, step.address, qkv.data_ptr(), queries, keys, half)
+        _write.run(
+            ctypes.addressof(self._written), step.address, qkv.data_ptr(), queries, keys, half
+        )
         return qkv.as_strided(
             (step.num_tokens, self.num_heads, self.head_size), (row_size, self.head_size, 1)
         )

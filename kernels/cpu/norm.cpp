@@ -20,7 +20,7 @@ struct Norm {
 struct Join {
   Norm norms[2], post;
   int64_t num_norms, size, is_bf16;
-  float scale;
+  float scale, factor;
 };
 
 // Keeps the first n lanes; the others become 0.
@@ -67,9 +67,9 @@ void norm_row(const Norm norm, const T* x, T* out, int64_t size) {
   });
 }
 
-// residual += scale * post(x + other)
+// residual = factor * (residual + scale * post(x + other))
 template <class T>
-void add_row(const Norm post, float scale, int64_t size, const T* x, const T* other, T* residual) {
+void add_row(const Norm post, float scale, float factor, int64_t size, const T* x, const T* other, T* residual) {
   const auto product = [&](int64_t i, int64_t n) {
     const Vec own = load_part(x + i, n);
     return other ? own + load_part(other + i, n) : own;
@@ -78,7 +78,7 @@ void add_row(const Norm post, float scale, int64_t size, const T* x, const T* ot
   for_each_vec(size, [&](int64_t i, int64_t n) {
     Vec y = product(i, n);
     if (post.weight) y = normalize(post, row, y, i, n);
-    store_part(residual + i, load_part(residual + i, n) + scale * y, n);
+    store_part(residual + i, factor * (load_part(residual + i, n) + scale * y), n);
   });
 }
 
@@ -94,7 +94,7 @@ void join_rows(const Join& join, const void* x, const void* other, void* residua
       if (residual) {
         T* sum = static_cast<T*>(residual) + at;
         const T* second = other ? static_cast<const T*>(other) + at : nullptr;
-        add_row(join.post, join.scale, size, total, second, sum);
+        add_row(join.post, join.scale, join.factor, size, total, second, sum);
         total = sum;
       }
       for (int64_t i = 0; i < join.num_norms; ++i) {

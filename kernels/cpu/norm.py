@@ -34,6 +34,7 @@ class _Join(ctypes.Structure):
         ("size", SIZE),
         ("is_bf16", SIZE),
         ("scale", FLOAT),
+        ("factor", FLOAT),
     ]
 
 
@@ -43,15 +44,21 @@ class Join:
     Raises ValueError for parameters that are not on a CPU or not of this size."""
 
     def __init__(
-        self, size: int, norms: Sequence[Norm], post: Norm | None = None, scale: float = 1.0
+        self,
+        size: int,
+        norms: Sequence[Norm],
+        post: Norm | None = None,
+        scale: float = 1.0,
+        factor: float = 1.0,
     ) -> None:
         self.size, self.num_norms = size, len(norms)
-        self._is_sum = post is not None or scale != 1.0
+        self._is_sum = post is not None or (scale, factor) != (1.0, 1.0)
         self._parameters: list[torch.Tensor] = []  # the structures have only their addresses
         given = [self._norm(norm) for norm in norms], _Norm() if post is None else self._norm(post)
         self._joins = {
             dtype: _Join(
-                (_Norm * 2)(*given[0]), given[1], len(norms), size, dtype == torch.bfloat16, scale
+                *((_Norm * 2)(*given[0]), given[1], len(norms), size, dtype == torch.bfloat16),
+                *(scale, factor),
             )
             for dtype in DTYPES
         }
@@ -97,7 +104,7 @@ class Join:
                     f"{list(rows.shape)} in {rows.dtype}"
                 )
         if residual is None and (other is not None or self._is_sum):
-            raise ValueError("other, post and scale need a residual")
+            raise ValueError("other, post, scale and factor need a residual")
         outs = torch.empty(self.num_norms, *shape, dtype=dtype)
         _join.run(
             self.addresses[dtype],

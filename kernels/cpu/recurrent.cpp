@@ -324,12 +324,13 @@ void convolve_all(const Convolution& net, const RecurrentStep& step, const void*
   });
 }
 
-template <class T>
+template <bool kIsLogit, class T>
 void gate_rows(T* x, const T* gate, int64_t stride, int64_t rows, int64_t size) {
   parallel(rows, [&](int64_t row) {
     for_each_vec(size, [&](int64_t i, int64_t n) {
       T* const own = x + row * size + i;
-      store_part(own, load_part(own, n) * sigmoid(load_part(gate + row * stride + i, n)), n);
+      const Vec factor = load_part(gate + row * stride + i, n);
+      store_part(own, load_part(own, n) * (kIsLogit ? sigmoid(factor) : factor), n);
     });
   });
 }
@@ -357,8 +358,19 @@ TK_KERNEL(tk_gate_rows)(void* x, const void* gate, int64_t stride, int64_t rows,
                         int64_t is_bf16) {
   using namespace tk::TK_VARIANT;
   if (is_bf16) {
-    gate_rows(static_cast<bf16*>(x), static_cast<const bf16*>(gate), stride, rows, size);
+    gate_rows<true>(static_cast<bf16*>(x), static_cast<const bf16*>(gate), stride, rows, size);
   } else {
-    gate_rows(static_cast<float*>(x), static_cast<const float*>(gate), stride, rows, size);
+    gate_rows<true>(static_cast<float*>(x), static_cast<const float*>(gate), stride, rows, size);
+  }
+}
+
+// x *= y. x: [rows, size]; y: rows `stride` elements apart.
+TK_KERNEL(tk_multiply_rows)(void* x, const void* y, int64_t stride, int64_t rows, int64_t size,
+                            int64_t is_bf16) {
+  using namespace tk::TK_VARIANT;
+  if (is_bf16) {
+    gate_rows<false>(static_cast<bf16*>(x), static_cast<const bf16*>(y), stride, rows, size);
+  } else {
+    gate_rows<false>(static_cast<float*>(x), static_cast<const float*>(y), stride, rows, size);
   }
 }

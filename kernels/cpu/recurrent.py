@@ -13,6 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 _delta_net = Kernel("tk_delta_net", POINTER, POINTER, POINTER, POINTER)
 _gated_convolution = Kernel("tk_gated_convolution", POINTER, POINTER, POINTER, POINTER)
 _gate_rows = Kernel("tk_gate_rows", POINTER, POINTER, SIZE, SIZE, SIZE, SIZE)
+_multiply_rows = Kernel("tk_multiply_rows", POINTER, POINTER, SIZE, SIZE, SIZE, SIZE)
 
 
 def supports(inputs: torch.Tensor, states: torch.Tensor | None = None) -> bool:
@@ -183,9 +184,18 @@ class GatedConvolution:
 
 def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> None:
     """Multiply x [rows, size] by sigmoid(gate), in place. Rows of `gate` may be apart."""
+    _multiply(_gate_rows, x, gate)
+
+
+def multiply_rows(x: torch.Tensor, y: torch.Tensor) -> None:
+    """Multiply x [rows, size] by y, in place. Rows of `y` may be apart."""
+    _multiply(_multiply_rows, x, y)
+
+
+def _multiply(kernel: Kernel, x: torch.Tensor, gate: torch.Tensor) -> None:
     if x.dtype not in DTYPES or gate.dtype != x.dtype or gate.shape != x.shape:
         raise ValueError(f"rows and gates must be alike, not {list(x.shape)}, {list(gate.shape)}")
     if not x.is_contiguous() or gate.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     is_bf16 = x.dtype == torch.bfloat16
-    _gate_rows.run(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, is_bf16)
+    kernel.run(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, is_bf16)

@@ -9,13 +9,14 @@
 namespace tk::TK_VARIANT {
 namespace {
 
-constexpr int64_t kMaxSize = 256;
+constexpr int64_t kMaxSize = 512;
 constexpr int64_t kPart = 1 << 14;  // elements per task
 
 // Neighbouring heads of one token, and their norm's weights, `stride` elements apart.
 struct Heads {
   int64_t count;
-  const void* weight;  // null: no norm
+  bool is_normed;
+  const void* weight;  // null: 1
   int64_t stride;
 };
 
@@ -31,7 +32,7 @@ template <class T>
   }
   for (int64_t d = 0; d < size; d += kLanes) squares += load(head + d) * load(head + d);
   const float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + layer.eps);
-  for (int64_t d = 0; d < size; ++d) head[d] *= factor * to_float(weight[d]);
+  for (int64_t d = 0; d < size; ++d) head[d] *= weight ? factor * to_float(weight[d]) : factor;
 }
 
 template <class T>
@@ -50,13 +51,15 @@ template <class T>
 void transform(const AttentionLayer& layer, const T* from, T* to, Heads heads, const T* cos_sin,
                int64_t half) {
   const int64_t size = layer.head_size;
-  if (layer.clip == 0 && !heads.weight && !cos_sin) {
+  if (layer.clip == 0 && !heads.is_normed && !cos_sin) {
     if (to != from) std::memcpy(to, from, heads.count * size * sizeof(T));
     return;
   }
   const Vec clip = splat(layer.clip);
   const auto norm_at = [&](float* head, int64_t at) {
-    if (layer.norm_is_bf16) {
+    if (!heads.weight) {
+      norm<float>(head, nullptr, layer);
+    } else if (layer.norm_is_bf16) {
       norm(head, static_cast<const bf16*>(heads.weight) + at, layer);
     } else {
       norm(head, static_cast<const float*>(heads.weight) + at, layer);
@@ -70,9 +73,9 @@ void transform(const AttentionLayer& layer, const T* from, T* to, Heads heads, c
     if (layer.clip != 0) {  // NaN stays
       for (d = 0; d < size; d += kLanes) store(head + d, min(clip, max(-clip, load(head + d))));
     }
-    if (heads.weight && !layer.norm_is_last) norm_at(head, i * heads.stride);
+    if (heads.is_normed && !layer.norm_is_last) norm_at(head, i * heads.stride);
     if (cos_sin) rotate(head, cos_sin, half);
-    if (heads.weight && layer.norm_is_last) norm_at(head, i * heads.stride);
+    if (heads.is_normed && layer.norm_is_last) norm_at(head, i * heads.stride);
     for (d = 0; d + kLanes <= size; d += kLanes) store(to + d, load(head + d));
     if (d < size) store_some(to + d, load(head + d), size - d);
   }
@@ -84,22 +87,23 @@ void write(const AttentionLayer& layer, const AttentionStep& step, T* qkv, const
   const int64_t size = layer.head_size, width = layer.num_kv_heads * size;
   const int64_t row = layer.row_size;
   const int64_t task_tokens = kPart / row + 1;
+  const bool is_normed = layer.q_weight != nullptr;
   parallel((step.num_tokens + task_tokens - 1) / task_tokens, [&](int64_t part) {
     const int64_t end = (part + 1) * task_tokens;
     for (int64_t token = part * task_tokens; token < end && token < step.num_tokens; ++token) {
       T *q = qkv + token * row, *k = q + layer.num_heads * size, *v = k + width;
       const int64_t own = token * 2 * half;
-      transform(layer, q, q, {layer.num_heads, layer.q_weight, layer.q_stride},
+      transform(layer, q, q, {layer.num_heads, is_normed, layer.q_weight, layer.q_stride},
                 q_angles ? q_angles + own : nullptr, half);
       const int64_t slot = step.slot_mapping[token];
       if (slot < 0) continue;
       const int64_t at =
           slot / layer.block_size * layer.block_stride + slot % layer.block_size * width;
       transform(layer, k, static_cast<T*>(layer.k_cache) + at,
-                {layer.num_kv_heads, layer.k_weight, layer.k_stride},
+                {layer.num_kv_heads, is_normed, layer.k_weight, layer.k_stride},
                 k_angles ? k_angles + own : nullptr, half);
       transform<T>(layer, v, static_cast<T*>(layer.v_cache) + at,
-                   {layer.num_kv_heads, nullptr, 0}, nullptr, 0);
+                   {layer.num_kv_heads, layer.norms_values != 0, nullptr, 0}, nullptr, 0);
     }
   });
 }

@@ -55,6 +55,15 @@ def soft_cap_(logits: Tensor, cap: float) -> None:
 
 def gate_rows(x: Tensor, gate: Tensor) -> None:
     """Multiply x [rows, size] by sigmoid(gate), in place. Rows of `gate` may be apart."""
+    _multiply(x, gate, is_logit=True)
+
+
+def multiply_rows(x: Tensor, y: Tensor) -> None:
+    """Multiply x [rows, size] by y, in place. Rows of `y` may be apart."""
+    _multiply(x, y, is_logit=False)
+
+
+def _multiply(x: Tensor, gate: Tensor, *, is_logit: bool) -> None:
     num_rows, size = x.shape
     pdl = supported(x.device)
     _gate_rows_kernel[(num_rows, -(-size // CHUNK))](
@@ -62,6 +71,7 @@ def gate_rows(x: Tensor, gate: Tensor) -> None:
         gate,
         gate.stride(0),
         size,
+        LOGIT=is_logit,
         CHUNK=CHUNK,
         PDL=pdl,
         launch_pdl=pdl,
@@ -168,7 +178,15 @@ def _activation_kernel(
 
 
 @triton.jit
-def _gate_rows_kernel(x_ptr, gate_ptr, stride, size, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _gate_rows_kernel(
+    x_ptr,
+    gate_ptr,
+    stride,
+    size,
+    LOGIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Gate one chunk of one row."""
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     live = column < size
@@ -178,7 +196,9 @@ def _gate_rows_kernel(x_ptr, gate_ptr, stride, size, CHUNK: tl.constexpr, PDL: t
     release(PDL)
     x = tl.load(own, mask=live, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride + column, mask=live, other=0.0).to(tl.float32)
-    tl.store(own, (x * tl.sigmoid(gate)).to(x_ptr.dtype.element_ty), mask=live)
+    if LOGIT:
+        gate = tl.sigmoid(gate)
+    tl.store(own, (x * gate).to(x_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

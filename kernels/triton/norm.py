@@ -28,12 +28,13 @@ def join(
     other: Tensor | None = None,
     post: Norm | None = None,
     scale: float = 1.0,
+    factor: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return (norms of the sum, the sum): residual + scale * post(x + other).
+    """Return (norms of the sum, the sum): factor * (residual + scale * post(x + other)).
 
-    x, residual, other: `[num_tokens, size]`, contiguous. norms: at most two. The sum is rounded and
-    written into `residual`. The norms are of the rounded sum, in fp32. Without a residual the sum
-    is x itself, and there must be no other, post or scale.
+    x, residual, other: `[num_tokens, size]`, contiguous. norms: at most two. factor: `[1]`. The sum
+    is rounded and written into `residual`. The norms are of the rounded sum, in fp32. Without a
+    residual the sum is x itself, and there must be no other, post, scale or factor.
 
     Raises ValueError for rows longer than MAX_SIZE, for tensors that are not contiguous, and for a
     product that nothing is added to."""
@@ -42,8 +43,9 @@ def join(
         raise ValueError(f"rows of {size} are longer than {MAX_SIZE}")
     if not all(rows.is_contiguous() for rows in (x, residual, other) if rows is not None):
         raise ValueError("x, residual and other must be contiguous")
-    if residual is None and (other is not None or post is not None or scale != 1.0):
-        raise ValueError("other, post and scale need a residual")
+    given = other is not None or post is not None or factor is not None
+    if residual is None and (given or scale != 1.0):
+        raise ValueError("other, post, scale and factor need a residual")
     outs = [torch.empty_like(x) for _ in norms]
     total = x if residual is None else residual
     if not norms and residual is None:
@@ -56,6 +58,7 @@ def join(
         other,
         residual,
         scale,
+        factor,
         *(post or _ABSENT),
         *first,
         *second,
@@ -122,6 +125,7 @@ def _join_kernel(
     other_ptr,
     residual_ptr,
     scale,
+    factor_ptr,
     post_weight_ptr,
     post_bias_ptr,
     post_eps,
@@ -150,6 +154,8 @@ def _join_kernel(
     bias = load_parameter(bias_ptr, column, live)
     weight_2 = load_parameter(weight_2_ptr, column, live)
     bias_2 = load_parameter(bias_2_ptr, column, live)
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr).to(tl.float32)
     row = tl.program_id(0).to(tl.int64) * SIZE + column
     wait(PDL)
     release(PDL)
@@ -165,7 +171,10 @@ def _join_kernel(
         if SCALED:
             product *= scale
         residual = tl.load(residual_ptr + row, mask=live, other=0.0)
-        x = (product + residual.to(tl.float32)).to(residual.dtype)
+        total = product + residual.to(tl.float32)
+        if factor_ptr is not None:
+            total *= factor
+        x = total.to(residual.dtype)
         tl.store(residual_ptr + row, x, mask=live)
     x = x.to(tl.float32)
     if weight_ptr is not None:

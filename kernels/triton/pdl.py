@@ -146,6 +146,7 @@ EARLY = {
             "bias_ptr",
             "weight_2_ptr",
             "bias_2_ptr",
+            "factor_ptr",
             "post_weight_ptr",
             "post_bias_ptr",
         )

@@ -60,7 +60,7 @@ def load() -> Iterator[Callable[..., LLM]]:
 @pytest.mark.parametrize(
     ("name", "tensor", "stages"),
     [
-        *[("gpt2", 2, 2), ("gemma3", 2, 2), ("cohere2", 1, 2)],
+        *[("gpt2", 2, 2), ("gemma3", 2, 2), ("cohere2", 1, 2), ("gemma4", 2, 2)],
         *[("qwen2-tied-some-windows", 1, 3), ("qwen3-moe", 1, 2), ("llama4", 2, 2)],
     ],
 )
@@ -70,7 +70,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(
     """Chunks of a prompt follow each other through the stages.
 
     The models differ in what crosses ranks and stages: positions and tied tables, norms after
-    branches, branches in parallel, windows by layer, and experts."""
+    branches, branches in parallel, windows by layer, layers that share memory, and experts."""
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
     llm = load(checkpoint(name), max_num_batched_tokens=24, **sizes)
     check_tokens_and_logprobs(llm, name, prompts_for(name), NEW_TOKENS)
@@ -198,11 +198,12 @@ def test_an_unknown_tensor_is_refused_on_each_stage(checkpoint: Checkpoint, tmp_
             )
 
 
+@pytest.mark.parametrize("num_sharing", [1, 3])
 @pytest.mark.parametrize(("layer", "head"), [(1, 0), (10, 25), (7, 100), (5, 5)])
 @pytest.mark.parametrize("total", [4, 9, 12])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_no_other_split_has_a_faster_slowest_stage(
-    total: int, stages: int, layer: int, head: int
+    total: int, stages: int, layer: int, head: int, num_sharing: int
 ) -> None:
     def slowest(counts: list[int]) -> int:
         return max(n * layer + head * (i == stages - 1) for i, n in enumerate(counts))
@@ -210,9 +211,13 @@ def test_no_other_split_has_a_faster_slowest_stage(
     splits = [
         list(counts)
         for counts in itertools.product(range(1, total + 1), repeat=stages)
-        if sum(counts) == total
+        if sum(counts) == total and counts[-1] >= num_sharing
     ]
-    found = split_layers(total, stages, layer, head)
+    if not splits:
+        with pytest.raises(ConfigError, match=f"the last {num_sharing} of which share memory"):
+            split_layers(total, stages, layer, head, num_sharing)
+        return
+    found = split_layers(total, stages, layer, head, num_sharing)
     assert found in splits
     assert slowest(found) == min(map(slowest, splits))
 

@@ -63,7 +63,7 @@ def check_tokens_and_logprobs(
     ("name", "size"),
     [
         *[("llama3-gqa", 2), ("olmo2", 4), ("llama-mqa-tied", 2), ("gpt-neox", 2), ("falcon", 2)],
-        *[("qwen2-moe", 2), ("gpt-oss", 2), ("minimax-m2", 2)],
+        *[("qwen2-moe", 2), ("gpt-oss", 2), ("minimax-m2", 2), ("gemma4-moe", 2)],
     ],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(sharded, name, size):

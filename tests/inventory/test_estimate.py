@@ -437,6 +437,13 @@ class TestWellKnownModels:
         left = 0.9 * 140 * GIB - 2 * parameters
         assert 0.9 * left < result.cache < left - CUDA_RUNTIME
 
+    def test_layers_that_share_memory_keep_nothing(self, tmp_path):
+        """Twenty of 35 layers. The others have heads of 256, and three of them of 512."""
+        result = estimate(shape_of("gemma-4-e2b", tmp_path / "e2b"), EngineConfig(), H200)
+        assert result.num_parameters == 4_628_569_379
+        kept = sum(map(result.layout.layer_bytes, result.layout.of_tokens))
+        assert kept == 16 * 2 * (12 * 256 + 3 * 512) * 2
+
     def test_fp8_halves_the_linear_layers(self, tmp_path):
         model = shape_of("llama-3.1-8b", tmp_path / "llama")
         result = estimate(model, EngineConfig.from_settings({"quantization": "fp8"}), H200)

@@ -55,6 +55,15 @@ def test_every_product_of_every_architecture_is_printed(checkpoint, name):
     assert expected <= printed
 
 
+def test_shared_memory_and_inputs_of_layers_are_printed(checkpoint):
+    lines = lines_of(read_folder(checkpoint("gemma4"), "gemma4"))
+    (last,) = (index for index, line in enumerate(lines) if line.startswith("layer 5 "))
+    assert lines[2].startswith("inputs of layers = 0.7071")
+    assert "        reads the memory of layer 2" in lines[last:]
+    assert not any("keeps" in line for line in lines[last:])
+    assert "    x *= layer_scalar" in lines[last:]
+
+
 def test_a_model_without_a_description_has_one_line(tmp_path, tk_here):
     config = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 9}
     (tmp_path / "config.json").write_text(json.dumps(config))

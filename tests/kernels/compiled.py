@@ -144,6 +144,7 @@ DECODE = {
     "CHUNKED": False,
     "CAPPED": False,
     "QUERIES": 1,
+    "READS": False,
 }
 JOIN_TYPES = dict.fromkeys(("scale", "eps", "eps_2", "post_eps"), "fp32")
 JOIN = {
@@ -172,7 +173,9 @@ PUSHED = {
     "PDL": True,
 }
 PLAIN = {"q_cos_sin_ptr": None, "CENTERED": False, "LAST": False, "PER_HEAD": False, "CLIP": 0.0}
+PLAIN |= {"VALUES": False}
 FULL = {"NORMED": True, "CENTERED": True, "LAST": False, "PER_HEAD": True, "CLIP": 8.0}
+FULL |= {"VALUES": True}
 WRITE = {
     "BLOCK_SIZE": 16,
     "Q_HEADS": 16,
@@ -473,6 +476,14 @@ def main() -> None:
     gemma |= {"TOKENS": 32, "ROWS": 64, "KEYS": 32, "SLIDING": True, "CAPPED": False}
     gemma |= {"CHUNKED": False, "INDIRECT": True, "sinks_ptr": None}
     compile_kernel("prompts both ways", prefill_kernel, prompts, gemma, 4, 3)
+    large = {"HEAD_SIZE": 512, "HEAD_PAD": 512, "GROUP": 8}
+    own = fused | large | {"KEYS": 16, "HALF": 256, "ORDERED": False}
+    kinds = DECODE | plain | own | {"VALUES": True}
+    compile_kernel("decode, heads of 512", decode_kernel, DECODE_TYPES, kinds, 4, 3)
+    kinds |= {"READS": True, "SPLIT": True, "VALUES": False}
+    compile_kernel("decode, queries alone", decode_kernel, DECODE_TYPES, kinds, 4, 3)
+    gemma |= large | {"TOKENS": 4, "ROWS": 32, "SLIDING": False}
+    compile_kernel("prompts, heads of 512", prefill_kernel, prompts, gemma, 8, 2)
     merge = {"HEAD_SIZE": 128, "HEAD_PAD": 128, "SPLITS_PAD": 16, "PDL": True, "QUERIES": 1}
     compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
     compile_hopper("prefill on Hopper", 16, 4, "bf16")

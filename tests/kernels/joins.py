@@ -22,9 +22,11 @@ class Join(NamedTuple):
     other: bool = False
     post: str = ""
     scale: float = 1.0
+    factor: bool = False
 
     def __str__(self) -> str:
         words = {"residual": self.residual, "other": self.other, f"post {self.post}": self.post}
+        words |= {"factor": self.factor}
         named = [word for word, is_on in words.items() if is_on]
         return " and ".join([*self.norms, *named, f"{self.scale:g}"])
 
@@ -41,6 +43,7 @@ JOINS = [
     Join(norms=("rms", "rms"), post="biased", other=True, scale=-2.0),
     Join(norms=()),
     Join(norms=(), post="layer", scale=0.5),
+    Join(post="rms", factor=True),
 ]
 
 
@@ -63,5 +66,6 @@ def make_join(
         "other": other if join.other else None,
         "post": make_norm(join.post, size, dtype, device),
         "scale": join.scale,
+        "factor": torch.full((1,), -0.75, dtype=dtype, device=device) if join.factor else None,
     }
     return (x, residual if join.residual else None, norms), options

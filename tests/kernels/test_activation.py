@@ -101,10 +101,15 @@ def test_logits_are_capped_in_place(activations, device, dtype):
 def test_gates_multiply_rows(activations, device, dtype):
     torch.manual_seed(0)
     rows = torch.randn(3, 2500, device=device).to(dtype)
-    x, gate = rows[:, :1100].contiguous(), rows[:, 1400:]
-    expected = (x.double() * gate.double().sigmoid()).to(dtype)
-    activations.gate_rows(x, gate[:, :1100])
-    torch.testing.assert_close(x, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    gate = rows[:, 1400:]
+    for multiply, factor in (
+        (activations.gate_rows, gate.double().sigmoid()),
+        (activations.multiply_rows, gate.double()),
+    ):
+        x = rows[:, :1100].contiguous()
+        expected = (x.double() * factor).to(dtype)
+        multiply(x, gate[:, :1100])
+        torch.testing.assert_close(x, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -44,6 +44,7 @@ def test_reference_equals_pytorch(join, dtype):
         expected = expected if not join.other else expected + options["other"].double()
         expected = exact_norm(expected, options["post"]) if join.post else expected
         expected = before.double() + join.scale * expected
+        expected *= -0.75 if join.factor else 1
         torch.testing.assert_close(total.double(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
     for normed, one in zip(found, norms, strict=True):
         assert normed.dtype == dtype
@@ -60,6 +61,7 @@ def test_reference_equals_pytorch(join, dtype):
     "1-768-torch.bfloat16-biased and residual and 1",
     "1-768-torch.bfloat16-layer wide and rms and residual and other and 1",
     "1-768-torch.bfloat16-residual and 1",
+    "1-768-torch.bfloat16-rms and residual and post rms and factor and 1",
     "2-1000-torch.float16-rms wide and 1",
     "2-1000-torch.float16-biased and biased wide and residual and 1",
     "2-1000-torch.float16-residual and post layer and 0.5",

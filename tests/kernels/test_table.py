@@ -44,6 +44,7 @@ CONTRACTS = {
     "join": "test_norm.py::test_triton_equals_reference",
     "rms_norm_rows": "test_norm.py::test_rows_are_normed_in_place",
     "gate_rows": "test_activation.py::test_gates_multiply_rows",
+    "multiply_rows": "test_activation.py::test_gates_multiply_rows",
     "add_gated": "test_activation.py::test_gated_rows_are_added",
     "soft_cap_": "test_activation.py::test_logits_are_capped_in_place",
     "embed_shard": "test_embedding.py::test_rows_of_other_shards_are_zeros",

@@ -41,6 +41,8 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
         {"r": 4, "target_modules": r".*\.(in_proj_(qkv|z|b|a)|out_proj|o_proj|up_proj)"},
     ),
     "convolutions": ("lfm2", {"r": 4, "target_modules": ["in_proj", "out_proj", "w2"]}),
+    "inputs of layers": ("gemma4", {"r": 4, "target_modules": "all-linear"}),
+    "keys as values": ("gemma4-dense", {"r": 4, "target_modules": ["k_proj", "o_proj"]}),
     "interleaved": ("gpt-neox", {"r": 4, "target_modules": ["query_key_value"]}),
 }
 """Base model and PEFT's options by a name. `all` and `attention` share a base."""

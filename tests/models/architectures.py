@@ -64,6 +64,29 @@ _GRANITE = {
     "logits_scaling": 4.0,
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA4 = _MEDIUM | {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 9,
+    "rope_parameters": {
+        _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        _FULL: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000.0,
+        },
+    },
+    "final_logit_softcapping": 6.0,
+    "tie_word_embeddings": True,
+    "vocab_size_per_layer_input": 262,
+}
+_GEMMA4_LARGE = _GEMMA4 | {
+    "num_hidden_layers": 3,
+    "layer_types": [_SLIDING, _SLIDING, _FULL],
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}),
@@ -187,6 +210,29 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
                 _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
                 _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
             },
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "layer_types": [_SLIDING, _SLIDING, _FULL] * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 24,
+        },
+    ),
+    "gemma4-dense": ("Gemma4", _GEMMA4_LARGE),
+    "gemma4-moe": (
+        "Gemma4",
+        _GEMMA4_LARGE
+        | {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
         },
     ),
     "phi": (  # heads of 80, of which 32 rotate, as in Phi-2
@@ -690,6 +736,7 @@ OPTIONS: dict[str, dict] = {
     "gemma": {"attention_bias": True} | _EPS,
     "gemma2": {"attention_bias": True} | _EPS,
     "gemma3": {"attention_bias": True, "final_logit_softcapping": 2.0} | _EPS,
+    "gemma4": {"attention_bias": True, "use_double_wide_mlp": False} | _EPS,
     "glm": {"attention_bias": False} | _EPS,
     "glm4": {"attention_bias": False} | _EPS,
     "glm4-moe": {"attention_bias": False, "use_qk_norm": False, "norm_topk_prob": False} | _EPS,
@@ -762,7 +809,7 @@ WITH_EXPERTS = frozenset(
     {
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "ernie4.5-moe", "glm4-moe", "gpt-oss"),
         *("granite-moe", "granite-moe-shared", "minimax-m2", "phimoe"),
-        *("lfm2-moe", "qwen3-next", "qwen3.5-moe", "llama4"),
+        *("lfm2-moe", "qwen3-next", "qwen3.5-moe", "llama4", "gemma4-moe"),
     }
 )
 """Models whose steps CPUs do not record: which kernels they call depends on the numbers."""
@@ -770,7 +817,7 @@ WITH_EXPERTS = frozenset(
 WITH_STATES = frozenset({"lfm2", "lfm2-moe", "olmo-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe"})
 """Models with a state for each request."""
 
-OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3"})
+OVERFLOWS_FP16 = frozenset({"gemma2", "gemma3", "gemma4", "gemma4-dense", "gemma4-moe"})
 """Architectures whose trained models overflow in fp16."""
 
 REFUSED: dict[str, tuple[str, dict, str]] = {
@@ -786,6 +833,11 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     ),
     "falcon-alibi": ("Falcon", _FALCON | {"alibi": True}, "alibi"),
     "phi-qk-norm": ("Phi", ARCHITECTURES["phi"][1] | {"qk_layernorm": True}, "qk_layernorm"),
+    "gemma4-bidirectional": (
+        "Gemma4",
+        ARCHITECTURES["gemma4"][1] | {"use_bidirectional_attention": "all"},
+        "is_causal",
+    ),
     "gemma3-bidirectional": (
         "Gemma3",
         ARCHITECTURES["gemma3"][1] | {"use_bidirectional_attention": True},

@@ -43,7 +43,7 @@ class Gated(Mix):
 
 
 class GatedMix(mix.Mix, Keeper):
-    attends = may_synchronize = True
+    may_synchronize = True
 
     def __init__(self, gated: Gated, hidden: int, _: object) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ BOUND = 1.3
 NAMES = [
     *("gpt2", "llama3-gqa", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi"),
     *("gpt-neox", "olmo", "olmo2", "granite", "cohere", "cohere2", "glm4", "stablelm-parallel"),
-    *("hunyuan", "ministral3", "opt", "falcon", "nemotron"),
+    *("hunyuan", "ministral3", "opt", "falcon", "nemotron", "gemma4"),
 ]
 
 

@@ -68,6 +68,7 @@ def differing(found: dict[str, dict[str, Any]]) -> list[str]:
         ("qwen3", ("--dtype", "bfloat16")),
         ("gemma2", ("--dtype", "bfloat16")),
         ("gemma3", ()),
+        ("gemma4", ("--dtype", "bfloat16")),
         ("gpt2", ("--quantization", "int8")),
         ("granite-moe", ("--quantization", "int8")),
         ("gpt-oss", ("--quantization", "int4")),

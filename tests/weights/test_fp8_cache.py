@@ -41,7 +41,7 @@ def greedy(folder, **settings) -> list[list[int]]:
     return [list(result.outputs[0].token_ids) for result in results]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "qwen3.5"])
+@pytest.mark.parametrize("name", [*NAMES, "qwen3.5", "gemma4"])
 def test_cpu_backend_agrees_with_the_reference(checkpoint, name):
     settings = {"device": "cpu", "dtype": "float32"}
     expected = greedy(checkpoint(name), attention_backend="torch", **settings)
@@ -127,7 +127,7 @@ def test_predicted_rms_equals_that_of_random_inputs(checkpoint, name):
         )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "qwen2"])
+@pytest.mark.parametrize("name", [*NAMES, "qwen2", "gemma4"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_scales_alone_change_no_answer(checkpoint, monkeypatch, name, quantization):
     """With a cache in float32, log-probabilities are identical."""

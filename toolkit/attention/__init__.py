@@ -11,7 +11,7 @@ from toolkit.attention.backend import (
     StateRows,
     choose_backend,
 )
-from toolkit.attention.layer import Attention
+from toolkit.attention.layer import Attention, SharedAttention
 from toolkit.kernels.reference import HeadNorm
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "GroupTable",
     "HeadNorm",
     "HeadTransform",
+    "SharedAttention",
     "StateRows",
     "choose_backend",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -96,6 +96,8 @@ class AttentionBatch:
     The model gathers them before its first layer. NOTE: on a GPU at least three kernels lie between
     the gathering and the first attention: attention reads them before the kernel ahead of it ends
     (see `toolkit.kernels.triton.pdl`)."""
+    layer_inputs: torch.Tensor | None = None
+    """[num_tokens, num_layers · size], numbers that layers read of each token (`LayerInputs`)."""
     plan: dict[Hashable, Any] = field(default_factory=dict)  # computed once, for all layers
 
     @property
@@ -105,6 +107,37 @@ class AttentionBatch:
         Their states begin with zeros, whatever is in the slot that they read."""
         lengths = self.query_start_loc[1:] - self.query_start_loc[:-1]
         return self.seq_lens <= lengths
+
+    def of_wanted(self) -> AttentionBatch:
+        """Return the batch of the wanted tokens alone, each as a request of one token.
+
+        For layers that only read the cache, which has all tokens of the step."""
+        assert self.wanted is not None
+        wanted, last = self.wanted, len(self.seq_lens) - 1
+        requests = torch.searchsorted(self.query_start_loc, wanted.int(), right=True) - 1
+        positions = self.positions[wanted]
+        ends = positions if self.last_key is None else self.last_key[wanted]
+        return replace(
+            self,
+            positions=positions,
+            tables=tuple(GroupTable(one.blocks, one.slots[wanted]) for one in self.tables),
+            query_start_loc=torch.arange(
+                len(wanted) + 1, dtype=torch.int32, device=positions.device
+            ),
+            seq_lens=ends + 1,
+            rows=self.rows[requests.clamp_(max=last)],
+            max_query_len=1,
+            live=None if self.live is None else self.live[wanted],
+            wanted=None,
+            last_key=None,
+            states=None,
+            verifies=False,
+            order=None,
+            features=None,
+            rope=tuple(table[wanted] for table in self.rope),
+            layer_inputs=None if self.layer_inputs is None else self.layer_inputs[wanted],
+            plan={},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +181,16 @@ class AttentionLayer(Protocol):
 
     shape: AttentionShape
     transform: HeadTransform
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    group: int  # index into `AttentionBatch.tables`
+
+    @property
+    def k_cache(self) -> torch.Tensor: ...
+
+    @property
+    def v_cache(self) -> torch.Tensor: ...
+
+    @property
+    def group(self) -> int:
+        """Index into `AttentionBatch.tables`."""
 
 
 class AttentionBackend(abc.ABC):
@@ -182,6 +222,12 @@ class AttentionBackend(abc.ABC):
         """Call `write`, then `attend`."""
         return self.attend(layer, self.write(layer, qkv, batch), batch)
 
+    def read(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Call `turn`, then `attend`."""
+        return self.attend(layer, self.turn(layer, query, batch), batch)
+
     @abc.abstractmethod
     def write(
         self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
@@ -190,6 +236,14 @@ class AttentionBackend(abc.ABC):
 
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
         Returns [num_tokens, num_heads, head_size]."""
+
+    @abc.abstractmethod
+    def turn(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Transform the heads of a layer that has queries alone.
+
+        query: [num_tokens, num_heads · head_size]. Returns [num_tokens, num_heads, head_size]."""
 
     @abc.abstractmethod
     def attend(

@@ -1,6 +1,6 @@
 """The CPU backend: C++ kernels that read the cache in place.
 
-Where they cannot run (not built, a cache in FP8 or float16, heads larger than 256) each request's
+Where they cannot run (not built, a cache in FP8 or float16, heads larger than 512) each request's
 keys and values are gathered for PyTorch's fused attention, which takes 2 to 6 times as long in a
 decode step. It has no soft cap and no sinks: such layers take the plain operations."""
 
@@ -56,11 +56,20 @@ class CPUBackend(AttentionBackend):
     def write(
         self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        arguments = layer.transform.arguments(batch)
-        key = id(layer), layer.k_cache.data_ptr()
+        return self._transform(layer, qkv, batch, layer.shape.num_kv_heads)
+
+    def turn(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        return self._transform(layer, query, batch, 0)
+
+    def _transform(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch, num_kv_heads: int
+    ) -> torch.Tensor:
+        arguments, key = layer.transform.arguments(batch), _key(layer)
         kernels = self._layers.get(key)
         if kernels is None and kernels_support(layer.k_cache.dtype, layer.shape.head_size):
-            kernels = self._layers[key] = _kernels_of(layer)
+            kernels = self._layers[key] = _kernels_of(layer, writes=num_kv_heads > 0)
         if kernels is not None:
             return kernels.write(
                 qkv, _step(layer, batch), arguments["cos_sin"], arguments["q_cos_sin"]
@@ -71,14 +80,14 @@ class CPUBackend(AttentionBackend):
             layer.k_cache,
             layer.v_cache,
             num_heads=layer.shape.num_heads,
-            num_kv_heads=layer.shape.num_kv_heads,
+            num_kv_heads=num_kv_heads,
             **arguments,
         )
 
     def attend(
         self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        kernels = self._layers.get((id(layer), layer.k_cache.data_ptr()))
+        kernels = self._layers.get(_key(layer))
         if kernels is not None:
             return kernels.attend(query, _step(layer, batch))
         return _gathered(query, layer, batch)
@@ -89,7 +98,11 @@ def kernels_support(dtype: torch.dtype, head_size: int) -> bool:
     return cpu.available() and dtype in DTYPES and head_size <= MAX_HEAD_SIZE
 
 
-def _kernels_of(layer: AttentionLayer) -> Layer:
+def _key(layer: AttentionLayer) -> tuple[int, int]:
+    return id(layer), layer.k_cache.data_ptr()
+
+
+def _kernels_of(layer: AttentionLayer, *, writes: bool) -> Layer:
     shape, transform = layer.shape, layer.transform
     return Layer(
         layer.k_cache,
@@ -102,6 +115,7 @@ def _kernels_of(layer: AttentionLayer) -> Layer:
         sinks=shape.sinks,
         norm=transform.norm,
         clip=transform.clip,
+        writes=writes,
     )
 
 

@@ -8,6 +8,7 @@ from toolkit.attention.backend import AttentionBatch, AttentionLayer
 from toolkit.attention.triton import TritonBackend
 
 FLASH_2_PAGE = 256  # flash-attn 2 needs a block size divisible by this
+FLASH_HEAD = 256  # largest head size
 CUTE_BLACKWELL_HEAD = 128
 """Largest head size of flash-attn-4 on Blackwell with a paged cache. Hopper has up to 256."""
 
@@ -43,8 +44,11 @@ class FlashBackend(TritonBackend):
         if dtype not in (torch.float16, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             return f"supports float16 and bfloat16, and the model is {name}"
-        if head_size % 8:
-            return f"supports head sizes divisible by 8, and the model's is {head_size}"
+        if head_size % 8 or head_size > FLASH_HEAD:
+            return (
+                f"supports head sizes divisible by 8 up to {FLASH_HEAD}, and the model's is "
+                f"{head_size}"
+            )
         capability = torch.cuda.get_device_capability(device)
         if _prefers_cute(device):
             if capability[0] == 10 and head_size > CUTE_BLACKWELL_HEAD:

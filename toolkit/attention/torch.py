@@ -18,15 +18,12 @@ class TorchBackend(AttentionBackend):
     def write(
         self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        return reference.qk_norm_rope_write(
-            qkv,
-            batch.tables[layer.group].slots,
-            layer.k_cache,
-            layer.v_cache,
-            num_heads=layer.shape.num_heads,
-            num_kv_heads=layer.shape.num_kv_heads,
-            **layer.transform.arguments(batch),
-        )
+        return _transform(layer, qkv, batch, layer.shape.num_kv_heads)
+
+    def turn(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        return _transform(layer, query, batch, 0)
 
     def attend(
         self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
@@ -45,3 +42,17 @@ class TorchBackend(AttentionBackend):
             sinks=layer.shape.sinks,
             last_key=batch.last_key,
         )
+
+
+def _transform(
+    layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch, num_kv_heads: int
+) -> torch.Tensor:
+    return reference.qk_norm_rope_write(
+        qkv,
+        batch.tables[layer.group].slots,
+        layer.k_cache,
+        layer.v_cache,
+        num_heads=layer.shape.num_heads,
+        num_kv_heads=num_kv_heads,
+        **layer.transform.arguments(batch),
+    )

@@ -26,8 +26,8 @@ class TritonBackend(AttentionBackend):
             return "needs an NVIDIA GPU"
         if triton_kernels_for(device) is None:
             return "the package triton is not installed"
-        if head_size > 256:
-            return f"supports head sizes up to 256, and the model's is {head_size}"
+        if head_size > 512:
+            return f"supports head sizes up to 512, and the model's is {head_size}"
         return None
 
     def forward(
@@ -36,6 +36,18 @@ class TritonBackend(AttentionBackend):
         """Run decode steps in one kernel."""
         if batch.max_query_len > 1:
             return super().forward(layer, qkv, batch)
+        return self._decode_step(layer, qkv, batch, reads=False)
+
+    def read(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        if batch.max_query_len > 1:
+            return super().read(layer, query, batch)
+        return self._decode_step(layer, query, batch, reads=True)
+
+    def _decode_step(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch, *, reads: bool
+    ) -> torch.Tensor:
         return self._decode(
             qkv,
             layer.k_cache,
@@ -53,11 +65,22 @@ class TritonBackend(AttentionBackend):
             chunk=layer.shape.chunk,
             soft_cap=layer.shape.soft_cap,
             sinks=layer.shape.sinks,
+            reads=reads,
             **layer.transform.arguments(batch),
         )
 
     def write(
         self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        return self._transform(layer, qkv, batch, layer.shape.num_kv_heads)
+
+    def turn(
+        self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        return self._transform(layer, query, batch, 0)
+
+    def _transform(
+        self, layer: AttentionLayer, qkv: torch.Tensor, batch: AttentionBatch, num_kv_heads: int
     ) -> torch.Tensor:
         return self._write(
             qkv,
@@ -65,7 +88,7 @@ class TritonBackend(AttentionBackend):
             layer.k_cache,
             layer.v_cache,
             num_heads=layer.shape.num_heads,
-            num_kv_heads=layer.shape.num_kv_heads,
+            num_kv_heads=num_kv_heads,
             **layer.transform.arguments(batch),
         )
 

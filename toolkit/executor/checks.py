@@ -52,7 +52,7 @@ def require_size(config: EngineConfig, folder: Path) -> None:
             return
         raise ConfigError(f"{asked}: encoders run on one device only.", param=param)
     if isinstance(description, Decoder):
-        split_layers(len(description.layers), num_stages, layer=1, head=1)
+        split_layers(description.num_layers, num_stages, 1, 1, description.num_sharing)
     elif num_stages > 1:
         raise ConfigError(
             f"{asked}: models that run through Transformers have one stage only. Use "

@@ -23,7 +23,7 @@ from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory, ste
 from toolkit.inventory.tower_memory import tower_memory
 from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.config.model_config import name_weights, resolve_dtype
-from toolkit.models.describe import Decoder, External, Parameter, memory_of
+from toolkit.models.describe import Decoder, Encoder, External, Parameter, memory_of
 from toolkit.models.memory import Memory, MemoryLayout
 from toolkit.models.pipeline_split import split_layers
 from toolkit.units import size
@@ -210,6 +210,7 @@ def estimate(
         max_model_len=max_model_len,
         num_layers=max(len(memory) for _, memory in stages),
         num_groups=len(whole.groups),
+        inputs=_inputs_of_layers(described),
         drafting=drafting,
     )
     tower = tower_memory(checkpoint, engine, TYPE_BYTES[dtype], max_model_len, on_gpu=on_gpu)
@@ -281,6 +282,12 @@ def estimate(
     )
 
 
+def _inputs_of_layers(described: Decoder | Encoder | External) -> int:
+    """Return the numbers of a token for layers, next to its embedding."""
+    inputs = described.layer_inputs if isinstance(described, Decoder) else None
+    return 0 if inputs is None else inputs.size * described.num_layers
+
+
 def _stages(
     checkpoint: Checkpoint, engine: EngineConfig, dtype: str, device: Device
 ) -> list[tuple[int, Sequence[Memory]]]:
@@ -304,22 +311,26 @@ def _stages(
             param="pipeline_parallel_size",
         )
     layers = described.num_layers
-    layer_bytes, first, last = dict.fromkeys(range(layers), 0), 0, 0
+    layer_bytes, first, last, each = dict.fromkeys(range(layers), 0), 0, 0, 0
     (head,) = heads
+    inputs = described.layer_inputs
+    of_inputs = [] if inputs is None else list(inputs.parameters(layers, described.hidden_size))
     for parameter in parameters:
         if parameter.layer is not None:
             layer_bytes[parameter.layer] += nbytes(parameter)
+        elif parameter in of_inputs or (of_inputs and parameter.kind == "embedding"):
+            each += nbytes(parameter)
         elif parameter.kind in ("embedding", "positions"):
             first += nbytes(parameter)
         else:
             last += nbytes(parameter)
-    if is_tied:
+    if is_tied and not of_inputs:
         last += nbytes(head)
     last_layer = sum(base_nbytes(one) for one in parameters if one.layer == layers - 1)
-    counts = split_layers(layers, count, last_layer, base_nbytes(head))
+    counts = split_layers(layers, count, last_layer, base_nbytes(head), described.num_sharing)
     begins = [sum(counts[:index]) for index in range(count)]
     stages = [range(begin, begin + n) for begin, n in zip(begins, counts, strict=True)]
-    weights = [sum(layer_bytes[index] for index in stage) for stage in stages]
+    weights = [each + sum(layer_bytes[index] for index in stage) for stage in stages]
     weights[0] += first
     weights[-1] += last
     memory = [memory_of(described.layers[index] for index in stage) for stage in stages]
@@ -357,7 +368,7 @@ def _tensor_bytes(
         return DENSE
 
     def nbytes(parameter: Parameter) -> int:
-        if parameter.kind not in ("linear", "expert", "head", "embedding"):
+        if parameter.kind not in ("linear", "expert", "head", "embedding", "table"):
             return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
         rows, columns = parameter.size // parameter.columns, parameter.columns
         stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)

@@ -36,6 +36,11 @@ def _decoder(described: Decoder) -> Iterator[str]:
         yield f"x += {described.positions.name}[position]"
     if described.embed_scale != 1.0:
         yield f"x *= {described.embed_scale:g}"
+    if (inputs := described.layer_inputs) is not None:
+        table, width = inputs.table, described.num_layers * inputs.size
+        yield f"inputs of layers = {inputs.scale:.4g} · ("
+        yield f"{INDENT}rms_norm({inputs.product.name}(x), {inputs.norm.name})"
+        yield f"{INDENT}+ {inputs.factor:g} · {table.name}[token])  # {width:,} numbers"
     kinds: dict[str, list[int]] = {}
     for index, layer in enumerate(described.layers):
         name = f"{described.layers_name}.{index}."
@@ -65,6 +70,8 @@ def _span(layers: list[int]) -> str:
 def _layer(layer: Layer, hidden: int) -> Iterator[str]:
     for step in layer:
         yield f"x += {' + '.join(map(_branch, step))}"
+        if (factor := step[0].factor) is not None:
+            yield f"x *= {factor}"
         for branch in step:
             for mix in branch.mix.parts:
                 yield from (f"{INDENT}{line}" for line in _mix(mix, hidden))
@@ -98,6 +105,8 @@ def _mix(mix: Mix, hidden: int) -> Iterator[str]:
             yield f"{INDENT}and {len(lines) - MOST} more"
     if mix.memory is not None:
         yield f"keeps {_memory(mix.memory)}"
+    if mix.reads is not None:
+        yield f"reads the memory of layer {mix.reads}"
 
 
 def _options(mix: Mix) -> Iterator[str]:
@@ -105,6 +114,8 @@ def _options(mix: Mix) -> Iterator[str]:
     for field in dataclasses.fields(cast("Any", mix)):
         value = getattr(mix, field.name)
         if value == field.default or isinstance(value, Source | Mix | str | tuple | None):
+            continue
+        if not field.repr:
             continue
         if isinstance(value, Rope):
             given = {name: one for name, one in value.parameters.items() if one is not None}

@@ -52,6 +52,7 @@ class StepMemory:
     max_model_len: int
     num_layers: int  # with a KV cache
     num_groups: int = 1  # of these layers, which have a block table each
+    inputs: int = 0  # numbers of a token for layers, next to its embedding
     drafting: Drafting | None = None
 
     @property
@@ -114,7 +115,7 @@ class StepMemory:
             or getattr(self.config, "n_inner", None)
             or 4 * hidden
         )
-        return num_tokens * (4 * hidden + 2 * inner) * self.type_bytes
+        return num_tokens * (4 * hidden + max(2 * inner, 3 * self.inputs)) * self.type_bytes
 
     @property
     def hidden_states(self) -> int:

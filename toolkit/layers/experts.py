@@ -54,9 +54,11 @@ class Router(nn.Module):
         dtype: torch.dtype | None,
         *,
         has_bias: bool = False,
+        factors: str | None = None,
     ) -> None:
         """`bias`: name and shape of the tensor that is added to the scores for the choice, if there
-        is one; dtype: of the product. None: that of the model; `has_bias`: the product has one."""
+        is one; dtype: of the product. None: that of the model; `has_bias`: the product has one;
+        `factors`: name of a tensor that multiplies the experts' weights."""
         super().__init__()
         with unquantized(dtype):
             self.logits = Linear(hidden, num_experts, source, bias=has_bias)
@@ -64,6 +66,8 @@ class Router(nn.Module):
         self._dtype = dtype or torch.get_default_dtype()
         zeros = torch.zeros(num_experts, dtype=torch.float32)
         self.bias = None if bias is None else parameter(zeros)
+        self._factors_name = factors
+        self.factors = None if factors is None else parameter(torch.ones_like(zeros))
         self._route = kernels_for(zeros.device).route
 
     def forward(
@@ -72,13 +76,19 @@ class Router(nn.Module):
         """Return (experts, their weights) of x [n, hidden]: int32 and fp32, [n, num_chosen].
 
         live: [n], see `AttentionBatch.live`; the experts of padding are -1."""
-        return self._route(self.logits(x.to(self._dtype)), self._routing, self.bias, live)
+        ids, weights = self._route(self.logits(x.to(self._dtype)), self._routing, self.bias, live)
+        if self.factors is not None:
+            weights = weights * self.factors[ids]  # padding has weights of 0
+        return ids, weights
 
     def slots(self) -> Slots:
-        if self._bias_source is None or self.bias is None:
-            return {}
-        name, shape = self._bias_source
-        return {name: Slot(self.bias.view(shape))}
+        slots: Slots = {}
+        if self._bias_source is not None and self.bias is not None:
+            name, shape = self._bias_source
+            slots[name] = Slot(self.bias.view(shape))
+        if self._factors_name is not None and self.factors is not None:
+            slots[self._factors_name] = Slot(self.factors)
+        return slots
 
 
 class Experts(nn.Module, abc.ABC):

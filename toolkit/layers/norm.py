@@ -29,13 +29,16 @@ class Norm(nn.Module):
         is_centered: bool = False,
         has_bias: bool = False,
         offset: float = 0.0,
+        factor: float = 1.0,
+        is_bare: bool = False,
     ) -> None:
         """`name`: in the checkpoint, None without parameters there. `offset`: added to the stored
-        weight."""
+        weight, after `factor` multiplies it. is_bare: the weight has the name alone."""
         super().__init__()
-        self.name, self.eps, self.is_centered, self.offset = name, eps, is_centered, offset
+        self.name, self.eps, self.is_centered = name, eps, is_centered
+        self.offset, self.factor, self.is_bare = offset, factor, is_bare
         # 1 + w is not rounded to 16 bits.
-        dtype = torch.float32 if offset else None
+        dtype = torch.float32 if offset or factor != 1.0 else None
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
         bias = nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=False)
         self.register_parameter("bias", bias if has_bias else None)
@@ -48,23 +51,35 @@ class Norm(nn.Module):
     def slots(self) -> Slots:
         if self.name is None:
             return {}
-        slots: Slots = {f"{self.name}.weight": Slot(self.weight, offset=self.offset)}
+        name = self.name if self.is_bare else f"{self.name}.weight"
+        slots: Slots = {name: Slot(self.weight, offset=self.offset, factor=self.factor)}
         if self.bias is not None:
             slots[f"{self.name}.bias"] = Slot(self.bias)
         return slots
 
 
 class Join(nn.Module):
-    """(norms of the sum, sum), where sum = residual + scale · post(x + other).
+    """(norms of the sum, sum), where sum = factor · (residual + scale · post(x + other)).
 
     All are [num_tokens, size]. `other`: a second product that is added. The sum is written into
     `residual`; without one, x is the sum. Under tensor parallelism x and other are row-parallel
     products: the ranks' parts are summed here, in the same kernel where that is fastest."""
 
+    factor: nn.Parameter | None
+
     def __init__(
-        self, size: int, norms: Sequence[Norm], post: Norm | None = None, scale: float = 1.0
+        self,
+        size: int,
+        norms: Sequence[Norm],
+        post: Norm | None = None,
+        scale: float = 1.0,
+        factor: str | None = None,
     ) -> None:
+        """`factor`: name in the checkpoint. None: 1."""
         super().__init__()
+        self._factor_name = factor
+        one = None if factor is None else nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_parameter("factor", one)
         self.size, self.norms, self.scale = size, nn.ModuleList(norms), scale
         self.post = post
         self.group, self.dtype = current_group(), torch.get_default_dtype()
@@ -75,7 +90,8 @@ class Join(nn.Module):
     @property
     def is_plain(self) -> bool:
         """True for one norm of a plain sum."""
-        return len(self.arguments) == 1 and self._post is None and self.scale == 1.0
+        is_sum = self._post is None and self.scale == 1.0 and self.factor is None
+        return len(self.arguments) == 1 and is_sum
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, other: torch.Tensor | None = None
@@ -93,12 +109,26 @@ class Join(nn.Module):
         join = kernels_for(x.device).join
         if residual is None:
             return join(x, None, self.arguments)
-        return join(x, residual, self.arguments, other=other, post=self._post, scale=self.scale)
+        return join(
+            x,
+            residual,
+            self.arguments,
+            other=other,
+            post=self._post,
+            scale=self.scale,
+            factor=self.factor,
+        )
 
     def pack(self) -> None:
         """Prepare the CPU kernel, if there is one. Called once, after loading."""
         if cpu.available() and self.dtype in DTYPES:
-            self.packed = PackedJoin(self.size, self.arguments, self._post, self.scale)
+            factor = 1.0 if self.factor is None else float(self.factor)
+            self.packed = PackedJoin(self.size, self.arguments, self._post, self.scale, factor)
+
+    def slots(self) -> Slots:
+        if self._factor_name is None or self.factor is None:
+            return {}
+        return {self._factor_name: Slot(self.factor)}
 
 
 def norm_over_ranks(rows: torch.Tensor, weight: torch.Tensor, eps: float, group: Group) -> None:

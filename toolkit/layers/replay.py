@@ -87,6 +87,7 @@ class Replay:
             spare = batch.states.spare
             states = StateRows(reads.fill_(spare), writes.fill_(spare), keeps, after, spare)
             keeps.fill_(-1)
+        layer_inputs = None if batch.layer_inputs is None else others.pop(0)
         own = AttentionBatch(
             positions=positions,
             tables=tables,
@@ -97,6 +98,7 @@ class Replay:
             max_seq_len=batch.max_seq_len,
             states=states,
             rope=tuple(others),
+            layer_inputs=layer_inputs,
         )
         try:
             program, out = self._recorder.record(lambda: layers(own_x, own))
@@ -107,5 +109,7 @@ class Replay:
 
 def _inputs(batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
     of_states = () if batch.states is None else batch.states.tensors
+    of_layers = () if batch.layer_inputs is None else (batch.layer_inputs,)
     slots = (one.slots for one in batch.tables)
-    return batch.positions, batch.seq_lens, batch.rows, *slots, *of_states, *batch.rope
+    of_requests = batch.positions, batch.seq_lens, batch.rows
+    return *of_requests, *slots, *of_states, *of_layers, *batch.rope

@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from toolkit.attention import Attention, SharedAttention
 from toolkit.kernels.reference import Norm
 from toolkit.layers import Linear
 from toolkit.models.decoder import Decoder, Step
@@ -28,14 +29,21 @@ MAX_EXPONENT_FLOAT16 = 8  # larger powers of two cost precision in such weights
 def scale_cache(model: Decoder) -> None:
     """Fold the scales into the weights. Call after loading, before packing."""
     square = _embedding_square(model)
+    factors: dict[Attention, tuple[float, float]] = {}
     for step in (module for module in model.modules() if isinstance(module, Step)):
-        post = step.join.post
+        post, factor = step.join.post, step.join.factor
         if post is not None:
             square = square + (step.join.scale * post.weight.float()).square()
+        if factor is not None:
+            square = square * factor.float().square()
         norms = step.join.arguments or (Norm(square.sqrt(), None, 0.0, False),)
         for index, mix in zip(step.inputs, step.mixes, strict=True):
-            if isinstance(mix, AttentionMix) and not mix.attn.transform.clip:
-                _scale(mix, norms[index], model.dtype)
+            if not isinstance(mix, AttentionMix) or mix.attn.transform.clip:
+                continue
+            if isinstance(mix.attn, SharedAttention):
+                _adapt(mix, *factors[mix.attn.source])
+            else:
+                factors[mix.attn] = _scale(mix, norms[index], model.dtype)
 
 
 def _embedding_square(model: Decoder) -> torch.Tensor:
@@ -48,21 +56,32 @@ def _embedding_square(model: Decoder) -> torch.Tensor:
     return (model.description.embed_scale * rows).square().mean(0)
 
 
-def _scale(mix: AttentionMix, norm: Norm, dtype: torch.dtype) -> None:
+def _scale(mix: AttentionMix, norm: Norm, dtype: torch.dtype) -> tuple[float, float]:
+    """Scale keys and values. Return their factors."""
     num_q, num_k, num_v = (part.count for part in mix.input.parts[:3])
     before = num_q + num_k
-    queries, keys, values = slice(num_q), slice(num_q, before), slice(before, before + num_v)
-    if mix.norm is not None:
-        factor = _factor(mix.norm.k_weight.float().abs().max(), dtype)
-        mix.norm.k_weight.mul_(factor)
-        mix.norm.q_weight.div_(factor)
+    keys, values = slice(num_q, before), slice(before, before + num_v)
+    if mix.norm is not None and mix.norm.k_weight is not None:
+        key_factor = _factor(mix.norm.k_weight.float().abs().max(), dtype)
+        mix.norm.k_weight.mul_(key_factor)
     else:
-        factor = _factor(_output_rms(mix.input, norm, keys).max(), dtype)
-        _multiply(mix.input, keys, factor)
-        _multiply(mix.input, queries, 1 / factor)
-    factor = _factor(_output_rms(mix.input, norm, values).max(), dtype)
-    _multiply(mix.input, values, factor)
-    _multiply(mix.output, slice(None), 1 / factor, bias=False)
+        key_factor = _factor(_output_rms(mix.input, norm, keys).max(), dtype)
+        _multiply(mix.input, keys, key_factor)
+    value_factor = 1.0  # of normed values, whose RMS is 1
+    if mix.norm is None or not mix.norm.norm.norms_values:
+        value_factor = _factor(_output_rms(mix.input, norm, values).max(), dtype)
+        _multiply(mix.input, values, value_factor)
+    _adapt(mix, key_factor, value_factor)
+    return key_factor, value_factor
+
+
+def _adapt(mix: AttentionMix, key_factor: float, value_factor: float) -> None:
+    """Undo the factors of keys in queries, and of values in the output projection."""
+    if mix.norm is not None:
+        mix.norm.q_weight.div_(key_factor)
+    else:
+        _multiply(mix.input, slice(mix.input.parts[0].count), 1 / key_factor)
+    _multiply(mix.output, slice(None), 1 / value_factor, bias=False)
 
 
 def _output_rms(linear: Linear, norm: Norm, rows: slice) -> torch.Tensor:

@@ -16,8 +16,9 @@ from toolkit.kernels.table import kernels_for
 from toolkit.layers import Embedding, Join, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.layers.replay import Replay
 from toolkit.models import describe
-from toolkit.models.mix import Mix, build_mix
-from toolkit.models.model import CausalLM
+from toolkit.models.layer_inputs import LayerInputs
+from toolkit.models.mix import AttentionMix, Mix, build_mix
+from toolkit.models.model import CausalLM, Keeper
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.rotary import RotaryTables
 from toolkit.weights.quantization import linear_bytes, quantizes_head, target_device
@@ -39,7 +40,7 @@ class Step(nn.Module):
         self.inputs = [norms.index(b.norm) if b.norm is not None else 0 for b in step]
         """Index of each branch's norm."""
         self.into = mixes[0].input if len(step) == 1 else None
-        self.is_last_to_attend = False  # of its stage: later steps need only the wanted tokens
+        self.is_last_to_keep = False  # of its stage: later steps need only the wanted tokens
 
     def forward(
         self, stream: Stream, batch: AttentionBatch, wanted: torch.Tensor | None = None
@@ -55,8 +56,9 @@ class Step(nn.Module):
                 batch.when_kept()
 
     @property
-    def attends(self) -> bool:
-        return any(mix.attends for mix in self._mixes)
+    def keeps(self) -> bool:
+        """True if it writes memory, which other tokens read."""
+        return any(isinstance(module, Keeper) for module in self.modules())
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -109,7 +111,12 @@ class Decoder(CausalLM):
         self.description, self.tied = description, description.is_tied
         self.unused = description.unused
         self.group, self.stage = current_group(), current_stage()
-        self.has_table = self.stage.is_first or (self.stage.is_last and self.tied)
+        inputs = description.layer_inputs
+        reads_table = self.stage.is_first or inputs is not None
+        self.has_table = reads_table or (self.stage.is_last and self.tied)
+        self.layer_inputs: LayerInputs | None = None
+        if inputs is not None:
+            self.layer_inputs = LayerInputs(inputs, len(description.layers), hidden)
         if self.has_table:
             self.embed = VocabularyEmbedding(description.embed, vocab, hidden, is_tied=self.tied)
         positions = description.positions
@@ -119,22 +126,25 @@ class Decoder(CausalLM):
         scale = torch.tensor(description.embed_scale, dtype=self.dtype, device="cpu")
         self._embed_scale = scale.item()
         self.rope = RotaryTables(description.ropes, max_model_len, description.axes)
-        layers = [description.layers[index] for index in _stage_layers(description)]
+        indices = _stage_layers(description)
+        layers = [description.layers[index] for index in indices]
         before = [None, *chain.from_iterable(layers)]
         steps = [
             Step(step, last, hidden, self.rope)
             for step, last in zip(chain.from_iterable(layers), before, strict=False)
         ]
-        ([step for step in steps if step.attends] or steps)[-1].is_last_to_attend = True
+        last = ([step for step in steps if step.keeps] or steps)[-1]
+        last.is_last_to_keep = True
         rest = iter(steps)
         self.layers = nn.ModuleList(nn.ModuleList(next(rest) for _ in layer) for layer in layers)
+        self._few_layers: list[Sequence[Step]] = []
+        self._shares = _share_memory(layers, self._layers(), indices.start)
         self.may_synchronize = any(
             isinstance(one, Mix) and one.may_synchronize for one in self.modules()
         )
         norms = [_norm(description.norm)] if self.stage.is_last else []
         self.last = Join(hidden, norms, *_after(before[-1]))
         self._place_rows = kernels_for(target_device()).place_rows
-        self._few_layers: list[Sequence[Step]] = []
         # What experts compute depends on the numbers of a step.
         self._can_record = (
             self.stage.is_last and self.group.size == 1 and not description.has_experts
@@ -151,6 +161,9 @@ class Decoder(CausalLM):
         positions = batch.rope_positions
         batch.rope = self.rope.take(batch.positions if positions is None else positions)
         x = self._embed(token_ids, batch) if hidden is None else hidden
+        if self.layer_inputs is not None:
+            embedded = x if hidden is None else self._embed(token_ids, batch)
+            batch.layer_inputs = self.layer_inputs(token_ids, embedded)
         if self.taps is not None:
             return self._run_tapped(x, batch, self.taps)
         if self._replay is None or batch.features is not None:
@@ -191,15 +204,24 @@ class Decoder(CausalLM):
         """Run this stage's layers, and the norm on the last stage."""
         layers = self._layers()
         stream = Stream(x, sum(map(len, layers)) + 1)
-        wanted = batch.wanted if self.stage.is_last else None
         for index, layer in enumerate(layers):
             for step in layer:
-                step(stream, batch, wanted if step.is_last_to_attend else None)
+                batch = self._run_step(step, stream, batch, drops=self.stage.is_last)
             if batch.features is not None:
                 self._add_level(stream, batch, index)
         (out,) = stream.read(self.last)
         assert isinstance(out, torch.Tensor)
         return out
+
+    def _run_step(
+        self, step: Step, stream: Stream, batch: AttentionBatch, *, drops: bool
+    ) -> AttentionBatch:
+        """Run a step. Return the batch of later steps.
+
+        drops: after the last step that writes memory, keep only the wanted tokens."""
+        wanted = batch.wanted if drops and step.is_last_to_keep else None
+        step(stream, batch, wanted)
+        return batch if wanted is None or not self._shares else batch.of_wanted()
 
     def _add_level(self, stream: Stream, batch: AttentionBatch, index: int) -> None:
         """Add the rows that features have for a layer's output (DeepStack, arXiv:2406.04334)."""
@@ -213,12 +235,10 @@ class Decoder(CausalLM):
         """Run all layers, and keep the hidden states that a drafter reads."""
         layers, wanted = self._layers(), batch.wanted
         stream = Stream(x, sum(map(len, layers)) + 1)
-        last = len(layers) - len(_from_last_attention(layers))
-        keeps_all = taps.output or max(taps.layers) >= last
+        keeps_all = taps.output or max(taps.layers) >= _last_to_keep(layers)
         for index, layer in enumerate(layers):
             for nth, step in enumerate(layer):
-                drops = step.is_last_to_attend and not keeps_all
-                step(stream, batch, wanted if drops else None)
+                batch = self._run_step(step, stream, batch, drops=not keeps_all)
                 if nth == 0 and index in taps.layers:  # it has read what the layer begins with
                     taps.put(index, stream.residual)
             if batch.features is not None:
@@ -234,39 +254,58 @@ class Decoder(CausalLM):
 
     @contextmanager
     def with_few_layers(self) -> Iterator[None]:
-        """Run only one layer of each kind, and the last that attends, inside the block.
+        """Run only one layer of each kind, and the last with memory, inside the block.
 
-        They launch the kernels of all layers."""
+        They launch the kernels of all layers: those after the last with memory have few tokens."""
         layers = self._layers()
-        kinds = {tuple(step.kind for step in layer): layer for layer in reversed(layers)}
-        few = {id(layer) for layer in (*kinds.values(), *_from_last_attention(layers))}
-        # In order: the last one that attends drops tokens.
-        self._few_layers = [layer for layer in layers if id(layer) in few]
+        last = _last_to_keep(layers)
+        kinds = {
+            (index > last, *(step.kind for step in layer)): index
+            for index, layer in reversed(list(enumerate(layers)))
+        }
+        self._few_layers = [layers[index] for index in sorted({last, *kinds.values()})]
         try:
             yield
         finally:
             self._few_layers = []
 
 
-def _from_last_attention(layers: Sequence[Sequence[Step]]) -> Sequence[Sequence[Step]]:
-    """Return the last layer that attends, and those after it."""
-    first = next(
-        index for index, layer in enumerate(layers) if any(one.is_last_to_attend for one in layer)
+def _last_to_keep(layers: Sequence[Sequence[Step]]) -> int:
+    """Return the index of the last layer with memory."""
+    return next(
+        index for index, layer in enumerate(layers) if any(one.is_last_to_keep for one in layer)
     )
-    return layers[first:]
+
+
+def _share_memory(
+    described: Sequence[describe.Layer], layers: Sequence[Sequence[Step]], first: int
+) -> bool:
+    """Give layers the memory of those that they read. Return True if there are any.
+
+    first: index of the first layer in the model."""
+    found = False
+    for branches, steps in zip(described, layers, strict=True):
+        mixes = chain.from_iterable(step.mixes for step in steps)
+        for branch, mix in zip(chain.from_iterable(branches), mixes, strict=True):
+            if (index := branch.mix.reads) is not None:
+                assert isinstance(mix, AttentionMix)
+                source = chain.from_iterable(step.mixes for step in layers[index - first])
+                mix.read(*(one for one in source if isinstance(one, AttentionMix)))
+                found = True
+    return found
 
 
 def _norm(norm: describe.Norm) -> Norm:
     return Norm(**dataclasses.asdict(norm))
 
 
-def _after(step: describe.Step | None) -> tuple[Norm | None, float]:
-    """Return how the products of a step are added: (norm, scale)."""
+def _after(step: describe.Step | None) -> tuple[Norm | None, float, str | None]:
+    """Return how the products of a step are added: (norm, scale, name of the sum's factor)."""
     if step is None:
-        return None, 1.0
+        return None, 1.0, None
     (first, *others) = step
-    assert all((b.post, b.scale) == (None, first.scale) for b in others)
-    return None if first.post is None else _norm(first.post), first.scale
+    assert all((b.post, b.scale, b.factor) == (None, first.scale, None) for b in others)
+    return None if first.post is None else _norm(first.post), first.scale, first.factor
 
 
 def _stage_layers(description: describe.Decoder) -> range:
@@ -279,7 +318,11 @@ def _stage_layers(description: describe.Decoder) -> range:
     layer = int(description.layer_size(num_layers - 1) * linear_bytes(itemsize))
     head = description.vocab_size * description.hidden_size
     counts = split_layers(
-        num_layers, stage.count, layer, head * (1 if quantizes_head() else itemsize)
+        num_layers,
+        stage.count,
+        layer,
+        head * (1 if quantizes_head() else itemsize),
+        description.num_sharing,
     )
     begin = sum(counts[: stage.index])
     return range(begin, begin + counts[stage.index])

@@ -45,6 +45,17 @@ class Norm:
     is_centered: bool = False
     has_bias: bool = False
     offset: float = 0.0  # added to the stored weight, as in 1 + w; the sum is kept in fp32
+    factor: float = 1.0  # of the stored weight; the product is kept in fp32
+    is_bare: bool = False  # the weight has `name` alone
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        """Yield (name, shape, is in fp32) of its tensors."""
+        if self.name is not None:
+            is_float32 = self.offset != 0.0 or self.factor != 1.0
+            parts = ("weight", "bias") if self.has_bias else ("weight",)
+            for part in parts:
+                name = self.name if self.is_bare else f"{self.name}.{part}"
+                yield name, (self.size,), is_float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ class HeadNorm:
     q: str | None
     """Name of the query norm's tensors, with `{}` for the head if each has its own. None: no norm
     has parameters."""
-    k: str | None
+    k: str | None  # None: it has no parameters, or the layer has queries alone
     eps: float
     span: Literal["head", "own", "all"] = "head"
     """head: one weight for all heads; own: one for each head; all: one norm over all heads."""
@@ -62,6 +73,7 @@ class HeadNorm:
     offset: float = 0.0
     is_last: bool = False  # after the rotation
     order: tuple[int, ...] | None = None  # of the weight's entries for a head; None: as they are
+    norms_values: bool = False  # values, too, without a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +149,11 @@ class Mix:
         return None
 
     @property
+    def reads(self) -> int | None:
+        """Index of the layer whose memory it reads, if it has none of its own."""
+        return None
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         return ()
 
@@ -166,8 +183,8 @@ class Attention(Mix):
     num_kv_heads: int
     head_size: int
     q: Source
-    k: Source
-    v: Source
+    k: Source | None  # None: `shares` is given
+    v: Source | None
     out: Source
     scale: float
     bias: bool = False  # of queries, keys, values and gate
@@ -183,9 +200,19 @@ class Attention(Mix):
     gate: Source | None = None
     """A projection as wide as the queries, whose sigmoid multiplies the output."""
 
+    shares: int | None = None
+    """Index of the layer whose keys and values it attends to (arXiv:2405.12981). It has queries
+    alone."""
+
     @property
-    def memory(self) -> TokenMemory:
+    def memory(self) -> TokenMemory | None:
+        if self.shares is not None:
+            return None
         return TokenMemory.of_keys(self.num_kv_heads, self.head_size, self.window, self.chunk)
+
+    @property
+    def reads(self) -> int | None:
+        return self.shares
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -205,7 +232,8 @@ class Attention(Mix):
     def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
         kv = self.num_kv_heads * self.head_size
         for source, rows in zip((self.q, self.k, self.v), (self.width, kv, kv), strict=True):
-            yield source, rows, hidden, self.bias
+            if source is not None:
+                yield source, rows, hidden, self.bias
         if self.gate is not None:
             yield self.gate, self.width, hidden, self.bias
         yield self.out, hidden, self.width, self.out_bias
@@ -368,6 +396,8 @@ class Experts(Mix):
     num_chosen_groups: int = 1
     correction: Correction | None = None
     routes_in_float32: bool = False  # the router's product, too
+    factors: str | None = None
+    """Name of a tensor with a number for each expert, which multiplies its weight."""
     shared: MLP | None = None  # computed for every token
     shared_gate: Source | None = None  # its sigmoid is the weight of `shared`; None: 1
 
@@ -406,9 +436,54 @@ class Experts(Mix):
             yield self.correction.name, self.correction.shape, True
         if self.shared_gate is not None:
             yield f"{self.shared_gate.name}.weight", (1, hidden), False
+        if self.factors is not None:
+            yield self.factors, (self.num_experts,), True
 
     def idle(self, hidden: int) -> int:
         return (self.num_experts - self.num_chosen) * 3 * self.size * hidden
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsAndMLP(Mix):
+    """The sum of an MLP and of experts, each between norms of its own. It reads the residual."""
+
+    module: ClassVar[str] = "toolkit.models.experts_and_mlp:ExpertsAndMLPMix"
+    mlp: MLP
+    experts: Experts
+    mlp_norms: tuple[Norm, Norm]  # of what it reads, and of its product
+    experts_norms: tuple[Norm, Norm]
+    router_norm: Norm  # of what the router reads
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return (*self.mlp_norms, *self.experts_norms, self.router_norm)
+
+    @property
+    def parts(self) -> tuple[Mix, ...]:
+        return (self, self.mlp, *self.experts.parts)
+
+    def plain(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        for norm in self.norms:
+            yield from norm.tensors()
+
+    def idle(self, hidden: int) -> int:
+        return self.experts.idle(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput(Mix):
+    """out(activation(gate(x)) · input), with the layer's part of `LayerInputs`."""
+
+    module: ClassVar[str] = "toolkit.models.layer_inputs:LayerInputMix"
+    layer: int = field(repr=False)  # index
+    size: int
+    activation: str  # by its name in config.json
+    gate: Source
+    out: Source
+
+    def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
+        yield self.gate, self.size, hidden, False
+        yield self.out, hidden, self.size, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +494,8 @@ class Branch:
     norm: Norm | None  # None: it reads the residual stream as it is
     post: Norm | None = None
     scale: float = 1.0
+    factor: str | None = None
+    """Name of a tensor with one number, which multiplies the residual stream after the step."""
 
 
 Step = tuple[Branch, ...]  # branches that are added to the residual stream together
@@ -462,7 +539,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["embedding", "positions", "head", "linear", "expert", "vector"]
+    kind: Literal["embedding", "table", "positions", "head", "linear", "expert", "vector"]
     layer: int | None = None
     is_float32: bool = False  # kept in fp32 whatever the type of the model
     is_transposed: bool = False  # the last dimensions are [in, out]
@@ -543,6 +620,26 @@ class DraftLayer:
             yield from _branch_parameters(branch, hidden, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Numbers of a token for each layer (per-layer embeddings of Gemma 3n and 4).
+
+    scale · (norm(product(embedding)) + factor · table[token]), with a norm for each layer."""
+
+    size: int  # for each layer
+    table: Table
+    product: Source
+    norm: Norm
+    factor: float
+    scale: float
+
+    def parameters(self, num_layers: int, hidden: int) -> Iterator[Parameter]:
+        width = num_layers * self.size
+        yield Parameter(f"{self.table.name}.weight", (self.table.size, width), "table")
+        yield Parameter(self.product.tensor("weight"), (width, hidden), "linear")
+        yield from _norm_parameters(self.norm, None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """A decoder with causal attention."""
@@ -563,6 +660,8 @@ class Decoder:
     axes: tuple[int, ...] = ()
     """Axis of each rotated pair, for tokens with several positions; empty: they have one."""
 
+    layer_inputs: LayerInputs | None = None
+
     @property
     def longest(self) -> int:
         """Maximum of --max-model-len, in tokens."""
@@ -581,6 +680,12 @@ class Decoder:
         return memory_of(self.layers)
 
     @property
+    def num_sharing(self) -> int:
+        """Number of last layers that share memory, and the one before them that has it; or 1."""
+        read = [mix.reads for mix in self.mixes if mix.reads is not None]
+        return self.num_layers - min(read, default=self.num_layers - 1)
+
+    @property
     def ropes(self) -> list[Rope]:
         return [rope for mix in self.mixes for rope in mix.ropes]
 
@@ -592,7 +697,7 @@ class Decoder:
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(mix, Experts) for mix in self.mixes)
+        return any(isinstance(part, Experts) for mix in self.mixes for part in mix.parts)
 
     def parameters(self) -> Iterator[Parameter]:
         """Return the tensors of a checkpoint, each once."""
@@ -604,6 +709,8 @@ class Decoder:
         if self.positions is not None:
             shape = self.positions.size, hidden
             yield Parameter(f"{self.positions.name}.weight", shape, "positions")
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.parameters(self.num_layers, hidden)
         for index, layer in enumerate(self.layers):
             for branch in chain.from_iterable(layer):
                 yield from _branch_parameters(branch, hidden, index)
@@ -626,6 +733,8 @@ def _unique(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
 def _branch_parameters(branch: Branch, hidden: int, index: int) -> Iterator[Parameter]:
     yield from _norm_parameters(branch.norm, index)
     yield from _norm_parameters(branch.post, index)
+    if branch.factor is not None:
+        yield Parameter(branch.factor, (1,), "vector", index)
     for mix in branch.mix.parts:
         for source, rows, columns, has_bias in mix.projections(hidden):
             total = rows if source.order is None else source.order.total
@@ -657,6 +766,5 @@ def head_norm_tensors(
 
 
 def _norm_parameters(norm: Norm | None, layer: int | None) -> Iterator[Parameter]:
-    if norm is not None and norm.name is not None:
-        for part in ("weight", "bias") if norm.has_bias else ("weight",):
-            yield Parameter(f"{norm.name}.{part}", (norm.size,), "vector", layer, bool(norm.offset))
+    for name, shape, is_float32 in () if norm is None else norm.tensors():
+        yield Parameter(name, shape, "vector", layer, is_float32)

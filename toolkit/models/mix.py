@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from toolkit.attention import AttentionBatch, AttentionShape, HeadNorm, HeadTransform
+from toolkit.attention import (
+    AttentionBatch,
+    AttentionShape,
+    HeadNorm,
+    HeadTransform,
+    SharedAttention,
+)
 from toolkit.distributed import Shard, current_group, even_shard, expert_shards, kv_head_shard
 from toolkit.errors import CheckpointError
 from toolkit.kernels import cpu
@@ -49,7 +55,6 @@ class Mix(nn.Module):
 
     input: Linear | None
     output: Linear | None
-    attends: ClassVar[bool] = False  # what it computes for a token depends on other tokens
     may_synchronize: bool = False  # it may wait for the device: no CUDA graphs
 
     def __init__(self) -> None:
@@ -67,7 +72,6 @@ class AttentionMix(Mix):
 
     input: MergedLinear
     output: Linear
-    attends = True
 
     def __init__(
         self, attention: describe.Attention, hidden: int, rotary: RotaryTables, num_inputs: int = 1
@@ -78,8 +82,11 @@ class AttentionMix(Mix):
         size = attention.head_size
         self.heads = even_shard(attention.num_heads, "attention heads")
         self.kv_heads = kv_head_shard(attention.num_kv_heads)
-        shards = [part.times(size) for part in (self.heads, self.kv_heads, self.kv_heads)]
-        sources = [attention.q, attention.k, attention.v]
+        shards, sources = [self.heads.times(size)], [attention.q]
+        for source in (attention.k, attention.v):
+            if source is not None:
+                shards.append(self.kv_heads.times(size))
+                sources.append(source)
         self._qkv_size, self._is_gated = sum(one.count for one in shards), False
         if attention.gate is not None:
             self._is_gated = True
@@ -90,7 +97,8 @@ class AttentionMix(Mix):
         self._sinks_name, self.sinks = attention.sinks, None
         if attention.sinks is not None:
             self.sinks = parameter(torch.zeros(self.heads.count, dtype=torch.float32))
-        self.attn = PagedAttention(
+        kind = PagedAttention if attention.shares is None else SharedAttention
+        self.attn = kind(
             AttentionShape(
                 self.heads.count,
                 self.kv_heads.count,
@@ -111,6 +119,12 @@ class AttentionMix(Mix):
         self.output = Linear(
             attention.width, hidden, attention.out, bias=attention.out_bias, split="in"
         )
+
+    def read(self, source: AttentionMix) -> None:
+        """Set the attention whose keys and values this one reads."""
+        assert isinstance(self.attn, SharedAttention)
+        assert isinstance(source.attn, PagedAttention)
+        self.attn.read(source.attn)
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, heads · head_size]."""
@@ -135,8 +149,9 @@ class AttentionMix(Mix):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        ropes = self.attn.transform.rope, self.attn.transform.q_rope
-        return (self.attn.shape, *(one is not None for one in ropes), *super().kind)
+        attn = self.attn
+        ropes = attn.transform.rope, attn.transform.q_rope
+        return (type(attn), attn.shape, *(one is not None for one in ropes), *super().kind)
 
     def slots(self) -> Slots:
         if self._sinks_name is None or self.sinks is None:
@@ -150,18 +165,22 @@ class QKNorm(nn.Module):
     def __init__(self, attention: describe.Attention, heads: Shard, kv_heads: Shard) -> None:
         super().__init__()
         assert attention.norm is not None
-        self.norm, self.size, self.shards = attention.norm, attention.head_size, (heads, kv_heads)
+        self.norm, self.size = attention.norm, attention.head_size
         self.group, is_shared = current_group(), self.norm.span == "head"
         self.dtype = torch.get_default_dtype()
         self._packed: list[RowNorm] = []
         dtype = torch.float32 if self.norm.offset else None
-        self.q_weight, self.k_weight = (
-            nn.Parameter(
-                torch.ones(1 if is_shared else shard.count, self.size, dtype=dtype),
-                requires_grad=False,
-            )
-            for shard in self.shards
-        )
+
+        def weight(shard: Shard) -> nn.Parameter:
+            count = 1 if is_shared else shard.count
+            ones = torch.ones(count, self.size, dtype=dtype)
+            return nn.Parameter(ones, requires_grad=False)
+
+        self.q_weight = weight(heads)
+        self.k_weight = None if attention.k is None else weight(kv_heads)
+        self._parts = [(self.norm.q, self.q_weight, heads)]
+        if self.k_weight is not None:
+            self._parts.append((self.norm.k, self.k_weight, kv_heads))
 
     @property
     def by_head(self) -> HeadNorm | None:
@@ -171,10 +190,11 @@ class QKNorm(nn.Module):
             return None
         return HeadNorm(
             self.q_weight,
-            self.k_weight,
+            self.q_weight[:1] if self.k_weight is None else self.k_weight,
             norm.eps,
             is_centered=norm.is_centered,
             is_last=norm.is_last,
+            norms_values=norm.norms_values,
         )
 
     def forward(self, qkv: torch.Tensor) -> None:
@@ -182,7 +202,7 @@ class QKNorm(nn.Module):
         if self.norm.span != "all":
             return
         begin = 0
-        for index, weight in enumerate((self.q_weight, self.k_weight)):
+        for index, (_, weight, _) in enumerate(self._parts):
             rows = qkv[:, begin : begin + weight.numel()]
             begin += weight.numel()
             if self._packed:
@@ -194,13 +214,11 @@ class QKNorm(nn.Module):
         """Prepare the CPU kernels, if there are any. Called once, after loading."""
         fits = cpu.available() and self.dtype in DTYPES and self.group.size == 1
         if fits and self.norm.span == "all":
-            weights = self.q_weight, self.k_weight
-            self._packed = [RowNorm(weight.view(-1), self.norm.eps) for weight in weights]
+            self._packed = [RowNorm(one.view(-1), self.norm.eps) for _, one, _ in self._parts]
 
     def slots(self) -> Slots:
         slots: Slots = {}
-        pairs = (self.norm.q, self.q_weight), (self.norm.k, self.k_weight)
-        for (name, weight), shard in zip(pairs, self.shards, strict=True):
+        for name, weight, shard in self._parts:
             if name is None:
                 continue
             tensors = describe.head_norm_tensors(name, self.norm.span, shard.total, self.size)
@@ -271,6 +289,7 @@ class ExpertsMix(Mix):
             None if bias is None else (bias.name, bias.shape),
             torch.float32 if experts.routes_in_float32 else None,
             has_bias=experts.bias,
+            factors=experts.factors,
         )
         sources = [Projections(*experts.expert(i)) for i in range(experts.num_experts)]
         own, size = expert_shards(experts.num_experts, experts.size)
@@ -294,18 +313,7 @@ class ExpertsMix(Mix):
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the sum of the experts, [num_tokens, hidden]."""
         assert isinstance(x, torch.Tensor), "without `input`, rows are complete"
-        live = batch.live
-        if live is not None and len(live) != len(x):  # only the wanted tokens are left
-            assert batch.wanted is not None
-            live = live[batch.wanted]
-        ids, weights = self.router(x, live)
-        y: torch.Tensor
-        if self._weighs_inputs:
-            rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
-            y = self.experts(rows, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))
-            y = y.view(*ids.shape, -1).sum(1) if ids.shape[1] > 1 else y
-        else:
-            y = self.experts(x, ids, weights)
+        y = self.sum(x, x, batch)
         if self.shared is not None:
             shared = self.shared.output(self.shared(x, batch))
             if self.shared_gate is None:
@@ -315,6 +323,26 @@ class ExpertsMix(Mix):
             else:
                 y = y + shared * self.shared_gate(x).sigmoid()
         return y
+
+    def sum(self, x: torch.Tensor, routed: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Return the sum of the experts alone. routed: what the router reads, like x."""
+        live = None if batch.live is None else rows_of(batch.live, x, batch)
+        ids, weights = self.router(routed, live)
+        y: torch.Tensor
+        if not self._weighs_inputs:
+            y = self.experts(x, ids, weights)
+            return y
+        rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+        y = self.experts(rows, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))
+        return y.view(*ids.shape, -1).sum(1) if ids.shape[1] > 1 else y
+
+
+def rows_of(rows: torch.Tensor, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    """Return the rows of the tokens in x, of the rows of all tokens or of those in x."""
+    if len(rows) == len(x):
+        return rows
+    assert batch.wanted is not None, "only the wanted tokens are left"
+    return rows[batch.wanted]
 
 
 MODULES: dict[type[describe.Mix], Callable[[Any, int, RotaryTables], Mix]] = {

@@ -34,7 +34,6 @@ class RecurrentMix(Mix, Keeper):
     input: MergedLinear
     output: Linear
     memory: RowMemory
-    attends = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,10 @@
 
 import re
 
-TOWERS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
+TOWERS = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector."),
+    *("embed_vision.", "audio_tower.", "embed_audio."),
+)
 """Parts of names of a tower's tensors."""
 _TOWER = re.compile(rf"(?:model\.)?(?:{'|'.join(map(re.escape, TOWERS))})")
 _LLAVA_TOWER = re.compile(

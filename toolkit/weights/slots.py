@@ -26,6 +26,7 @@ class Slot:
     entries: tuple[int, ...] | None = None
     """Entry of the tensor's last dimension for each of the target's. None: the same."""
     offset: float = 0.0  # added to the tensor
+    factor: float = 1.0  # multiplies the tensor before that
 
     @property
     def needs_all_rows(self) -> bool:
@@ -75,11 +76,13 @@ class Slot:
             return self
         part = slice(first, first + count)
         target = self.target[:, part] if self.transpose else self.target[part]
-        return Slot(target, self.transpose, offset=self.offset)
+        return Slot(target, self.transpose, offset=self.offset, factor=self.factor)
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor into place. Its type is converted on the target's device."""
         self.target.copy_(self._arranged(tensor))
+        if self.factor != 1.0:
+            self.target.mul_(self.factor)
         if self.offset:
             self.target.add_(self.offset)
 

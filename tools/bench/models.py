@@ -222,6 +222,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     },
+    "gemma-4-e4b": {  # its decoder
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size": 2560,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 42,
+        "num_kv_shared_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "sliding_window": 512,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "attention_bias": False,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
     "qwen2.5-vl-7b": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
@@ -264,6 +300,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CONFIGS["gpt-oss-120b"] = CONFIGS["gpt-oss-20b"] | {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
+}
+CONFIGS["gemma-4-e2b"] = CONFIGS["gemma-4-e4b"] | {
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_kv_shared_layers": 20,
+    "num_key_value_heads": 1,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "use_double_wide_mlp": True,
 }
 CONFIGS["llama-3.1-70b"] = CONFIGS["llama-3.1-8b"] | {
     "hidden_size": 8192,

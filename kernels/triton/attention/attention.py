@@ -131,6 +131,7 @@ def decode_attention(
     q_cos_sin: Tensor | None = None,
     norm: HeadNorm | None = None,
     clip: float = 0.0,
+    reads: bool = False,
 ) -> Tensor:
     """Compute `rotary.qk_norm_rope_write`, then `paged_attention`, for one token per request.
 
@@ -138,14 +139,14 @@ def decode_attention(
     split. See the two functions for arguments, and order: int32 `[num_reqs]`, a permutation of the
     requests. If not all run at once, they start in this order, best with the longest first. A
     token's own key and value are rounded to the cache's type. They count even without a slot, but
-    with splits only with one.
+    with splits only with one. reads: qkv has queries alone, and the cache has all keys and values.
 
     NOTE: on Hopper the kernels read everything but qkv and the cache before the kernel ahead of
     them ends (see `pdl`): it must be older.
 
     Returns `[num_tokens, num_heads, head_size]`. Raises ValueError like the two functions."""
     num_tokens, head_size = qkv.shape[0], k_cache.shape[3]
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = 0 if reads else k_cache.shape[2]
     if qkv.stride(1) != 1 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_size:
         raise ValueError(
             f"rows of {qkv.shape[1]} are not {num_heads} + 2 * {num_kv_heads} contiguous heads of "
@@ -157,10 +158,10 @@ def decode_attention(
     batch.check()
     splits = num_splits(batch, max_seq_len)
     own = None
-    if splits == 1:
+    if reads or splits == 1:
         transform = Transform(cos_sin, q_cos_sin, norm, clip)
         transform.check(num_tokens, num_heads, num_kv_heads, head_size)
-        own = Own(slot_mapping, transform)
+        own = Own(slot_mapping, transform, reads)
     else:
         q = qk_norm_rope_write(
             qkv,
@@ -265,11 +266,13 @@ class Own(NamedTuple):
 
     slot_mapping: Tensor
     transform: Transform = Transform()
+    reads: bool = False  # there are queries alone
 
     def arguments(self, unused: Tensor) -> dict[str, object]:
         table = self.transform.cos_sin
         half = 0 if table is None else table.shape[2]
-        return {"slot_ptr": self.slot_mapping, "HALF": half} | self.transform.arguments(unused)
+        own = {"slot_ptr": self.slot_mapping, "HALF": half, "READS": self.reads}
+        return own | self.transform.arguments(unused)
 
 
 class Logits(NamedTuple):
@@ -366,7 +369,7 @@ def decode(
             QUERIES=queries,
             PDL=pdl,
             launch_pdl=pdl,
-            num_warps=4,
+            num_warps=8 if batch.head_pad > 256 else 4,
         )
 
 
@@ -502,6 +505,9 @@ def _decode_tile(batch: Batch, queries: int) -> Tile:
     rows = max(16, power_of_two(queries * batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
     keys = min(64, max(16, 8192 // row_bytes))
+    if batch.head_pad > 256:  # by what fits registers and 99 KB, not by time
+        is_wide = rows > 16 or row_bytes > 1024
+        return Tile(rows, keys, warps=8 if is_wide else 4, stages=2 if row_bytes > 1024 else 3)
     warps = 2 if rows == 16 else 8 if rows > 64 and queries > 1 else 4
     return Tile(rows, keys, warps, stages=3 if row_bytes <= 256 else 4)
 
@@ -509,6 +515,10 @@ def _decode_tile(batch: Batch, queries: int) -> Tile:
 def _prefill_tile(batch: Batch) -> Tile:
     """Return a tile that fits twice on a multiprocessor: one computes while the other waits."""
     row_bytes = batch.head_pad * batch.q.element_size()
+    if batch.head_pad > 256:
+        most = 16384 // batch.head_pad // (batch.q.element_size() // 2)
+        rows = max(most, power_of_two(batch.group))
+        return Tile(rows, keys=most, warps=8 if rows > 16 else 4, stages=2)
     if row_bytes == 256 and batch.group <= 128:
         return Tile(128, 32, warps=4, stages=3)
     rows = max(64, power_of_two(batch.group))

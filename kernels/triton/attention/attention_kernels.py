@@ -331,8 +331,10 @@ def decode_kernel(
     NORMED: tl.constexpr,
     CENTERED: tl.constexpr,
     LAST: tl.constexpr,
+    VALUES: tl.constexpr,
     PER_HEAD: tl.constexpr,
     CLIP: tl.constexpr,
+    READS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
     """Attend from the heads of a (KV head, request) to the keys of one split.
@@ -340,8 +342,9 @@ def decode_kernel(
     A request has 1 to QUERIES queries, its last tokens; others are skipped.
     If ORDERED, requests start in the order of `order_ptr`. If OWN, q is the projected qkv: the
     token's own key and value are not in the cache yet, and come last. That excludes splits, in
-    which every program would repeat it. `sinks_ptr` and `q_cos_sin_ptr` may be None."""
-    tl.static_assert(not (OWN and (SPLIT or QUERIES > 1)))
+    which every program would repeat it. If READS, too, q has queries alone, and the cache has the
+    token's key and value. `sinks_ptr` and `q_cos_sin_ptr` may be None."""
+    tl.static_assert(not (OWN and ((SPLIT and not READS) or QUERIES > 1)))
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     if ORDERED:
@@ -362,9 +365,10 @@ def decode_kernel(
             first_query -= num_queries - 1
         begin = tl.maximum(_first_key(first_query, window, CHUNKED), 0)
     end = seq_len
-    if OWN:
+    if OWN and not READS:
         end -= 1
         slot = tl.load(slot_ptr + token, mask=single, other=-1)
+    if OWN:
         one = tl.full([1, 1], True, tl.int1)
         no_rows = tl.zeros([1, 1], tl.int32)
         cos, sin, q_weight, q_other_weight, k_weight, k_other_weight = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
@@ -420,7 +424,7 @@ def decode_kernel(
     in_head = dim < HEAD_SIZE
     stored = in_group & in_head[None, :]
     q_rows = q_ptr + token * q_stride_token + (head * q_stride_head)[:, None]
-    if OWN:
+    if OWN and not READS:
         k_row = (
             q_ptr
             + token * q_stride_token
@@ -428,9 +432,10 @@ def decode_kernel(
             + no_rows
         )
         v_row = k_row + tl.num_programs(0) * HEAD_SIZE
-        q, other = _load_pairs(q_rows, in_group, HEAD_SIZE, HEAD_PAD, HALF)
         own_k, k_other = _load_pairs(k_row, one, HEAD_SIZE, HEAD_PAD, HALF)
         own_v = tl.load(v_row + dim[None, :], mask=in_head[None, :], other=0.0)
+    if OWN:
+        q, other = _load_pairs(q_rows, in_group, HEAD_SIZE, HEAD_PAD, HALF)
         q = _turned(
             q,
             other,
@@ -484,7 +489,7 @@ def decode_kernel(
         SLIDING and QUERIES > 1,
         True,
     )
-    if OWN:
+    if OWN and not READS:
         own_k = _turned(
             own_k,
             k_other,
@@ -501,7 +506,12 @@ def decode_kernel(
             LAST,
             CLIP,
         )
-        own_k, own_v = _cached(own_k, k_ptr), _cached(clipped(own_v.to(tl.float32), CLIP), k_ptr)
+        own_v = clipped(own_v.to(tl.float32), CLIP)
+        if VALUES:
+            if CENTERED:
+                own_v = tl.where(in_head[None, :], own_v - tl.sum(own_v, 1) / HEAD_SIZE, 0.0)
+            own_v *= tl.rsqrt(tl.sum(own_v * own_v, 1) / HEAD_SIZE + eps)[:, None]
+        own_k, own_v = _cached(own_k, k_ptr), _cached(own_v, k_ptr)
         kept = in_head[None, :] & (slot >= 0)
         slot = tl.maximum(slot, 0)
         place = (

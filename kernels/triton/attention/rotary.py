@@ -42,7 +42,7 @@ class Transform(NamedTuple):
         if self.norm is None:
             return
         weights = self.norm.q_weight, self.norm.k_weight
-        rows = {(1, 1), (num_heads, num_kv_heads)}
+        rows = {(1, 1), (num_heads, num_kv_heads or 1)}
         if (len(weights[0]), len(weights[1])) not in rows or not all(
             x.shape[1:] == (head_size,) and x.is_contiguous() for x in weights
         ):
@@ -63,6 +63,7 @@ class Transform(NamedTuple):
             "NORMED": norm is not None,
             "CENTERED": norm is not None and norm.is_centered,
             "LAST": norm is not None and norm.is_last,
+            "VALUES": norm is not None and norm.norms_values,
             "PER_HEAD": norm is not None and len(norm.q_weight) > 1,
             "CLIP": self.clip,
         }
@@ -106,7 +107,8 @@ def qk_norm_rope_write(
     rotary_size / 2) of the first `rotary_size` dimensions are rotated (Su et al., arXiv:2104.09864,
     in GPT-NeoX's order). slot_mapping, k_cache, v_cache: see `reference.write_kv`; the caches have
     qkv's dtype or FP8, for which values are clamped. Tokens with negative slots are not stored, but
-    have queries. See `reference.qk_norm_rope_write` for the rest.
+    have queries. With 0 KV heads, rows are queries alone. See `reference.qk_norm_rope_write` for
+    the rest.
 
     NOTE: on Hopper the kernel reads angles and slots before the kernel ahead of it ends (see
     `pdl`): they must be older.
@@ -216,7 +218,7 @@ def _head_weight(
     HEAD_SIZE: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):
-    """Load the norm's weights of each row's head, `[rows, dims]`."""
+    """Load the norm's weights of each row's head, `[rows, dims]`: 1 for values."""
     if PER_HEAD:
         q_rows = q_weight_ptr + (head * HEAD_SIZE)[:, None] + dim[None, :]
         k_rows = k_weight_ptr + ((head - Q_HEADS) * HEAD_SIZE)[:, None] + dim[None, :]
@@ -225,7 +227,7 @@ def _head_weight(
     else:
         q_weight = tl.load(q_weight_ptr + dim, mask=in_part, other=0.0).to(tl.float32)[None, :]
         k_weight = tl.load(k_weight_ptr + dim, mask=in_part, other=0.0).to(tl.float32)[None, :]
-    return tl.where(is_q[:, None], q_weight, k_weight)
+    return tl.where(is_q[:, None], q_weight, tl.where(is_k[:, None], k_weight, 1.0))
 
 
 @triton.jit
@@ -246,8 +248,9 @@ def _normed(
     REST_PAD: tl.constexpr,
     CENTERED: tl.constexpr,
     PER_HEAD: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
-    """Norm the heads that are queries or keys, in their three parts."""
+    """Norm the heads that are queries or keys, and values if VALUES, in their three parts."""
     dim = tl.arange(0, HALF_PAD)
     in_first = dim < HALF
     in_second = in_first & (HALF + dim < HEAD_SIZE)
@@ -255,6 +258,8 @@ def _normed(
         rest_dim = 2 * HALF + tl.arange(0, REST_PAD)
         in_rest = rest_dim < HEAD_SIZE
     is_normed = (is_q | is_k)[:, None]
+    if VALUES:
+        is_normed = is_normed | True
     if CENTERED:
         total = tl.sum(first, 1) + tl.sum(second, 1)
         if REST_PAD:
@@ -364,6 +369,7 @@ def _qk_norm_rope_write_kernel(
     NORMED: tl.constexpr,
     CENTERED: tl.constexpr,
     LAST: tl.constexpr,
+    VALUES: tl.constexpr,
     PER_HEAD: tl.constexpr,
     CLIP: tl.constexpr,
     ROTATED: tl.constexpr,
@@ -431,6 +437,7 @@ def _qk_norm_rope_write_kernel(
                 REST_PAD,
                 CENTERED,
                 PER_HEAD,
+                VALUES,
             )
         if ROTATED and not is_last:
             first, second = first * cos - second * sin, second * cos + first * sin

@@ -291,6 +291,16 @@ def test_fp8_caches_accept_queries_beyond_fp16(triton_attention, device):
     assert out.isfinite().all()
 
 
+@pytest.mark.on_cpu("torch.float32-None-0", "torch.bfloat16-torch.float8_e4m3fn-5")
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(
+    ("dtype", "cached"), [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, FP8)], ids=str
+)
+def test_largest_heads(triton_attention, device, dtype, cached, window):
+    case = Case(MIXED, heads=8, kv_heads=1, head_size=512, dtype=dtype, cached=cached)
+    check(triton_attention, replace(case, window=window), device)
+
+
 @pytest.mark.on_cpu("1-decode", "7-mixed", "16-decode", "32-decode", "256-decode")
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32, 256])

@@ -161,6 +161,46 @@ def test_every_transform_of_every_head_size(
     check_fused(triton_attention, case, Fused(sizes[1], norm, q_table, clip), device)
 
 
+@pytest.mark.on_cpu("1-torch.bfloat16-rms values", "2-torch.float32-centered values")
+@pytest.mark.parametrize("norm", ["rms values", "centered values"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_normed_values_and_the_largest_heads(
+    triton_attention, device, monkeypatch, splits, dtype, norm
+):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    case = Case(SINGLES[1:3], head_size=512, dtype=dtype)
+    check_fused(triton_attention, case, Fused(512, norm), device)
+
+
+@pytest.mark.on_cpu("1-torch.bfloat16-rms", "2-torch.float32-rms per-head")
+@pytest.mark.parametrize("norm", ["rms", "rms per-head"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_alone_read_the_cache(triton_attention, device, monkeypatch, splits, dtype, norm):
+    monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
+    case = Case(SINGLES, window=12, dtype=dtype, device=device)
+    inputs, size = make(case), case.head_size
+    q = torch.randn(len(SINGLES), case.heads * size).to(dtype).to(device)
+    transform = test_rotary.Case(case.heads, 2, size, 16, norm, tokens=len(q), dtype=dtype)
+    options = test_rotary.head_options(transform, device)
+    options["norm"] = replace(options["norm"], k_weight=options["norm"].q_weight[:1])
+    slots, caches = torch.full((len(q),), -1, device=device), inputs.arguments[1:3]
+    counts = {"num_heads": case.heads, "num_kv_heads": 0}
+    turned = reference.qk_norm_rope_write(q, slots, *caches, **counts, **options)
+    expected = reference.paged_attention(turned, *inputs.arguments[1:], **case.options)
+    found = triton_attention.decode_attention(
+        *(q, *caches, slots, *inputs.arguments[3:]),
+        num_heads=case.heads,
+        max_seq_len=70,
+        reads=True,
+        **case.options,
+        **options,
+    )
+    difference = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert difference < TOLERANCE[dtype]
+
+
 def test_requests_may_start_in_any_order(triton_attention, device, monkeypatch):
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: 1)
     monkeypatch.setattr(triton_attention, "MAX_RESIDENT", 0)
@@ -326,7 +366,7 @@ def test_a_token_and_its_drafts(
     """Each query sees the keys up to its own."""
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
     monkeypatch.setattr(triton_attention, "MAX_RESIDENT", 0 if ordered else 1e9)
-    case = Case(SHORT[most], *heads, *sizes, *dtypes, window, cap, sinks)
+    case = Case(SHORT[most], *heads, *sizes, *dtypes, window, cap=cap, sinks=sinks)
     check_drafts(triton_attention, case, most, device, indirect=indirect)
 
 

@@ -40,8 +40,8 @@ class Case:
 def head_options(case: Case, device: torch.device) -> dict[str, object]:
     """Return random arguments of the transform.
 
-    The norm is RMS norm unless it is `centered`. It may be `last`, and its weights of each head
-    (`per-head`) or in `fp32`."""
+    The norm is RMS norm unless it is `centered`. It may be `last` and of `values`, too, and its
+    weights of each head (`per-head`) or in `fp32`."""
     angles = 6 * torch.rand(2, case.tokens, case.rotary_size // 2)
     tables = torch.stack((angles.cos(), angles.sin()), dim=2).to(case.dtype).to(device)
     per_head = "per-head" in case.norm
@@ -54,6 +54,7 @@ def head_options(case: Case, device: torch.device) -> dict[str, object]:
         EPS,
         is_centered="centered" in case.norm,
         is_last="last" in case.norm,
+        norms_values="values" in case.norm,
     )
     return {
         "cos_sin": tables[0] if case.rotary_size else None,
@@ -214,6 +215,32 @@ def test_every_transform_of_every_head_size(rotary, device, sizes, norm, q_table
 def test_every_cache_layout(rotary, device, block_size, heads_first):
     case = Case(tokens=3, block_size=block_size, heads_first=heads_first, norm="rms")
     check(rotary, case, device)
+
+
+@pytest.mark.parametrize("norm", ["rms values", "centered values last per-head"])
+def test_values_are_normed_without_a_weight(rotary, device, norm):
+    inputs = make(Case(norm=norm, rotary_size=16), device)
+    (q, cache), (expected_q, expected) = inputs.run(rotary), inputs.run(reference)
+    torch.testing.assert_close(q, expected_q)
+    torch.testing.assert_close(cache, expected, equal_nan=True)
+    v = inputs.qkv[:, -2 * 32 :].view(-1, 2, 32)[inputs.slots >= 0]
+    norm_of = F.layer_norm if "centered" in norm else F.rms_norm
+    found = expected[1].flatten(0, 1)[inputs.slots[inputs.slots >= 0]]
+    torch.testing.assert_close(found, norm_of(v, (32,), eps=EPS))
+
+
+@pytest.mark.parametrize("norm", ["rms", "rms per-head"])
+def test_queries_alone_are_turned(rotary, device, norm):
+    """A layer that reads another's keys. The norm has no weight of its own for them."""
+    inputs = make(Case(norm=norm), device)
+    own = inputs.options["norm"]
+    options = {"num_kv_heads": 0, "norm": replace(own, k_weight=own.q_weight[:1])}
+    alone = replace(inputs, qkv=inputs.qkv[:, : 4 * 32], options=inputs.options | options)
+    expected, _ = inputs.run(reference)
+    for module in (reference, rotary):
+        q, cache = alone.run(module)
+        torch.testing.assert_close(q, expected)
+        assert cache.isnan().all()
 
 
 def test_fp8_caches_saturate(rotary, device):

@@ -30,9 +30,9 @@ HEADS = {
     "own keys": (4, 4, 64),
     "groups": (12, 4, 128),
     "one key head": (20, 1, 32),
-    "largest": (2, 1, 256),
+    "large": (2, 1, 256),
 }
-ODD_SIZES = (8, 12, 24, 40, 80, 96, 100)
+ODD_SIZES = (8, 12, 24, 40, 80, 96, 100, 500, 512)
 DECODE_AND_PREFILL = LENS["continued prompts and next tokens"]
 
 
@@ -263,8 +263,8 @@ def test_unsupported_inputs_are_errors() -> None:
         Layer(case.k_cache, case.v_cache.bfloat16(), 2, scale=1.0)
     with pytest.raises(ValueError, match="must divide"):
         Layer(case.k_cache, case.v_cache, 3, scale=1.0)
-    big = torch.zeros(1, 16, 1, 264)
-    with pytest.raises(ValueError, match="at most 256"):
+    big = torch.zeros(1, 16, 1, 520)
+    with pytest.raises(ValueError, match="at most 512"):
         Layer(big, big, 1, scale=1.0)
     for weight in (torch.ones(3, 32), torch.ones(1, 32).half(), torch.ones(32, 2).T):
         with pytest.raises(ValueError, match="the norm of 2 heads must be"):
@@ -295,6 +295,7 @@ NORMS: list[dict[str, bool] | None] = [
     {"is_per_head": True, "is_centered": True},
     {"is_per_head": False, "is_last": True},
     {"is_per_head": True, "is_centered": True, "is_last": True},
+    {"is_per_head": False, "norms_values": True},
 ]
 
 
@@ -303,7 +304,7 @@ NORMS: list[dict[str, bool] | None] = [
     pairwise(
         cpu.variants(),
         NORMS,
-        [(40, 12), (64, 0), (80, 40), (96, 16), (100, 50), (256, 128)],
+        [(40, 12), (64, 0), (80, 40), (96, 16), (100, 50), (512, 256)],
         DTYPES,
         [1, 9, 400],
         [0.0, 0.7],
@@ -351,6 +352,26 @@ def test_write_transforms_heads_and_stores_keys_and_values(
     tolerance = {"atol": TOLERANCE[dtype], "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
     torch.testing.assert_close(found, expected, **tolerance)
     torch.testing.assert_close(caches, expected_caches, **tolerance)
+
+
+@pytest.mark.parametrize("variant", cpu.variants())
+def test_layer_without_keys_turns_queries_alone(variant: str) -> None:
+    torch.manual_seed(0)
+    case = make_case(DECODE_AND_PREFILL, (6, 2, 40), torch.float32)
+    caches, count = (case.k_cache, case.v_cache), len(case.q)
+    q, cos_sin = torch.randn(count, 6 * 40), torch.randn(count, 2, 20)
+    weight = torch.randn(1, 40)
+    norm, slots = HeadNorm(weight, weight, 1e-5), torch.arange(count)
+    before = [cache.clone() for cache in caches]
+    options: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 0, "norm": norm, "cos_sin": cos_sin}
+    expected = reference.qk_norm_rope_write(q, slots, *caches, **options)
+    with cpu.using(variant):
+        layer = Layer(*caches, 6, scale=1.0, norm=norm, writes=False)
+        case.q = layer.write(q, case.step, cos_sin)
+        torch.testing.assert_close(case.q, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.attend(case.q, case.step), case.reference(scale=1.0))
+    for cache, old in zip(caches, before, strict=True):
+        torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("variant", cpu.variants())

@@ -34,7 +34,8 @@ def test_joins_equal_reference(rows, size, dtype, mean, join, variant) -> None:
     (x, residual, norms), options = joins.make_join(join, rows, size, dtype, device, mean)
     own = None if residual is None else residual.clone()
     with cpu.using(variant):
-        prepared = Join(size, norms, options["post"], options["scale"])
+        factor = 1.0 if options["factor"] is None else float(options["factor"])
+        prepared = Join(size, norms, options["post"], options["scale"], factor)
         found, total = prepared(x, own, options["other"])
     expected, expected_total = reference.join(x, residual, norms, **options)
     tolerance = 2e-5 if dtype == FP32 else 2e-2

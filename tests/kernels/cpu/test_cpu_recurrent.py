@@ -78,7 +78,12 @@ def test_cpu_kernel_computes_a_gated_convolution(kind, dtype, variant, channels,
 def test_gates_multiply_rows(dtype):
     torch.manual_seed(0)
     rows = torch.randn(7, 50).to(dtype)
-    x, gate = rows[:, :21].contiguous(), rows[:, 29:]
-    expected = x.float() * gate.float().sigmoid()
-    recurrent.gate_rows(x, gate)
-    torch.testing.assert_close(x.float(), expected, rtol=0.01, atol=0.01)
+    gate = rows[:, 29:]
+    for multiply, factor in (
+        (recurrent.gate_rows, gate.float().sigmoid()),
+        (recurrent.multiply_rows, gate.float()),
+    ):
+        x = rows[:, :21].contiguous()
+        expected = x.float() * factor
+        multiply(x, gate)
+        torch.testing.assert_close(x.float(), expected, rtol=0.01, atol=0.01)

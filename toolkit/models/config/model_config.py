@@ -120,7 +120,7 @@ class DecoderConfig(ArchitectureConfig, kw_only=True):
     """Old spellings. Their values are in `rope_parameters`."""
 
     is_causal: bool | None = None
-    use_bidirectional_attention: bool | None = None
+    use_bidirectional_attention: bool | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

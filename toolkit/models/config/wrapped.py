@@ -12,6 +12,7 @@ from toolkit.weights.names import text_pattern
 
 _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text", None: "gemma3_text"},
+    "gemma4": {"gemma4_text": "gemma4_text", None: "gemma4_text"},
     "idefics3": {"llama": "llama", None: "llama"},
     "internvl": {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", None: "qwen2"},
     "llama4": {"llama4_text": "llama4_text", None: "llama4_text"},
