@@ -25,6 +25,9 @@ from toolkit.verify.prompts import (
 )
 from toolkit.worker import WorkerInfo
 
+MOST_GROUPS = 4
+"""Groups of layers with pages of their own: more than any model has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answers:
@@ -88,7 +91,7 @@ def score(
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=sizes.context,
-        num_gpu_blocks_override=-(-sizes.context // sizes.block_size),
+        num_gpu_blocks_override=MOST_GROUPS * -(-sizes.context // sizes.block_size),
         swap_space=0.0,
         max_num_seqs=1,
         max_num_batched_tokens=sizes.context,
