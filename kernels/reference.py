@@ -312,14 +312,19 @@ class Routing(NamedTuple):
 
 
 def route(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, slots: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    slots: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token and their weights: int32 and fp32 `[n, num_chosen]`.
 
     logits: `[n, num_experts]`; bias: `[num_experts]`, added to the scores for the choice only
     (DeepSeek-V3, arXiv:2412.19437). Groups are chosen by their best score (DeepSeek-V2,
     arXiv:2405.04434) or, with a bias, by the sum of their two best. Of equal ones the first is
-    chosen. slots: `[n]`; tokens with a negative one have experts -1 and weights 0."""
+    chosen. slots: `[n]`; tokens with a negative one have experts -1 and weights 0. factors:
+    `[num_experts]`, multiply the weights (Gemma 4)."""
     logits = logits.float()
     scores = logits
     if routing.scores != "sparsemixer":
@@ -340,6 +345,8 @@ def route(
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = weights * routing.scale
+    if factors is not None:
+        weights = weights * factors[ids]
     if slots is not None:
         ids = ids.masked_fill(slots[:, None] < 0, -1)
         weights = weights.masked_fill(slots[:, None] < 0, 0)

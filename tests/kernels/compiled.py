@@ -340,7 +340,7 @@ def compile_experts() -> None:
     groups = {"GROUPS": 6, "GROUPS_PAD": 8, "CHOSEN_GROUPS": 3, "SIZE": 20}
     groups |= {"SIGMOID": True, "SPARSE": False, "RENORMALIZE": True, "BIASED": True}
     sparse = plain | {"SPARSE": True, "RENORMALIZE": False}
-    routed = types | {"weight_ptr": "*fp32", "scale": "fp32"}
+    routed = types | {"weight_ptr": "*fp32", "factor_ptr": "*fp32", "scale": "fp32"}
     routers = {"router": plain, "router, groups": groups, "router, SparseMixer": sparse}
     for name, kind in routers.items():
         compile_kernel(name, routing._route_kernel, routed, router | kind, 1, 3)

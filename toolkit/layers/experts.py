@@ -76,10 +76,8 @@ class Router(nn.Module):
         """Return (experts, their weights) of x [n, hidden]: int32 and fp32, [n, num_chosen].
 
         live: [n], see `AttentionBatch.live`; the experts of padding are -1."""
-        ids, weights = self._route(self.logits(x.to(self._dtype)), self._routing, self.bias, live)
-        if self.factors is not None:
-            weights = weights * self.factors[ids]  # padding has weights of 0
-        return ids, weights
+        logits = self.logits(x.to(self._dtype))
+        return self._route(logits, self._routing, self.bias, live, self.factors)
 
     def slots(self) -> Slots:
         slots: Slots = {}

@@ -29,14 +29,19 @@ PAIRS = 1024  # of a program that arranges them
 
 
 def route(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, slots: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    slots: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (experts, their weights) of tokens: int32 and fp32, `[num_tokens, num_chosen]`.
 
     logits: `[num_tokens, num_experts]`, contiguous; bias: `[num_experts]`, added to the scores for
     the choice only; slots: int64 `[num_tokens]`, cache slots: tokens with a negative one are
     padding, with experts -1 and weights 0. Equal scores: the lower index first. The experts of a
-    token differ, even if its logits are NaN. See `reference.route`.
+    token differ, even if its logits are NaN. factors: fp32 `[num_experts]`, of the weights. See
+    `reference.route`.
 
     Raises ValueError for a routing that is not possible or too large."""
     num_tokens, num_experts = logits.shape
@@ -49,6 +54,7 @@ def route(
         logits,
         logits if bias is None else bias,
         logits if slots is None else slots,
+        factors,
         ids,
         weights,
         float(routing.scale),  # integers would be compiled for their value
@@ -138,6 +144,7 @@ def _route_kernel(
     logits_ptr,
     bias_ptr,
     slot_ptr,
+    factor_ptr,
     id_ptr,
     weight_ptr,
     scale,
@@ -155,7 +162,9 @@ def _route_kernel(
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts of one token. A tile is `[groups, experts of a group]`."""
+    """Choose the experts of one token. A tile is `[groups, experts of a group]`.
+
+    `factor_ptr` may be None."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_PAD)[:, None]
     member = tl.arange(0, SIZE_PAD)[None, :]
@@ -203,6 +212,8 @@ def _route_kernel(
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + MIN_SUM
     weights *= scale
+    if factor_ptr is not None:
+        weights *= tl.load(factor_ptr + ids, mask=lane < CHOSEN, other=0.0)
     if PADDED:
         is_token = tl.load(slot_ptr + token) >= 0
         ids = tl.where(is_token, ids, -1)

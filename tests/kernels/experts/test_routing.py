@@ -176,6 +176,23 @@ def test_of_equal_scores_the_first_is_chosen(kernels, device, case, is_biased, d
     check(kernels.route(logits.to(device), routing, moved), expected)
 
 
+def test_factors_multiply_the_weights(kernels, device):
+    torch.manual_seed(0)
+    logits, factors, slots = torch.randn(7, 24), torch.randn(24), torch.arange(7) - 2
+    routing = Routing(3, renormalize=True, scale=0.5)
+    ids, weights = reference.route(logits, routing)
+    expected = ids.masked_fill(slots[:, None] < 0, -1), weights * factors[ids]
+    expected[1][:2] = 0
+    arguments = [one.to(device) for one in (logits, slots, factors)]
+    for module, (own, padded, by) in (
+        (reference, (logits, slots, factors)),
+        (kernels, arguments),
+    ):
+        found = module.route(own, routing, None, padded, by)
+        torch.testing.assert_close(found[0].cpu(), expected[0])
+        torch.testing.assert_close(found[1].cpu(), expected[1])
+
+
 def test_padding_has_no_experts(kernels, device):
     torch.manual_seed(0)
     logits = torch.randn(5, 12)
