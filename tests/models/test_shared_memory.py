@@ -61,6 +61,13 @@ def test_drafters_read_all_tokens_of_any_layer(folder, layer):
     assert len(taps._states[: len(PROMPT)].unique(dim=0)) == len(PROMPT)
 
 
+def test_a_model_may_draft_for_itself(folder):
+    """Its layers are two groups, and as a drafter one."""
+    drafting = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+    llm = LLM(str(folder), speculative_config=drafting, **CPU)
+    assert greedy(llm) == checkpoints.make_reference(NAME).greedy(PROMPT, 4)
+
+
 def test_few_layers_have_those_that_share(folder):
     model = engines.model(LLM(str(folder), **CPU))
     layers = list(model.layers)

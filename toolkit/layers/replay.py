@@ -45,14 +45,15 @@ class Replay:
 
     def __init__(self) -> None:
         self._recorder = Recorder()
-        self._recorded: dict[tuple[int, int, bool], _Recorded | None] = {}
-        """By number of tokens, address of the block table, and whether some tokens have LoRA
-        adapters: any. None: cannot be recorded."""
+        self._recorded: dict[tuple[int, int, int, bool], _Recorded | None] = {}
+        """By number of tokens, number of block tables (a drafter's steps differ) and address of the
+        first, and whether some tokens have LoRA adapters: any. None: cannot be recorded."""
 
     def __call__(self, layers: Layers, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         if not self._is_decode(x, batch):
             return layers(x, batch)
-        key = len(x), batch.tables[0].blocks.data_ptr(), batch.is_adapted
+        tables = batch.tables
+        key = len(x), len(tables), tables[0].blocks.data_ptr(), batch.is_adapted
         if key not in self._recorded:
             self._recorded[key] = self._record(layers, x, batch)
         recorded = self._recorded[key]
