@@ -349,6 +349,23 @@ def test_factors_are_finite_in_the_type_of_the_products(
         read_adapter("mine", folder, 64, dtype)
 
 
+def test_parts_for_unread_tensors_are_skipped(adapter, checkpoint, tmp_path):
+    """Gemma 4's layers that share memory had keys in earlier versions of Transformers."""
+    one: Adapter = adapter("keys as values")
+    folder, name = copied(one, tmp_path), "base_model.model.model.layers.4.self_attn.k_proj.lora"
+    change_tensors(
+        lambda t: (
+            t.update({f"{name}_A.weight": torch.ones(4, 64)})
+            or t.update({f"{name}_B.weight": torch.ones(32, 4)})
+        )
+    )(folder)
+    with pytest.raises(CheckpointError, match=r"layers\.4\.self_attn\.k_proj, which is no linear"):
+        engine(checkpoint(one.base), {"mine": folder})
+    change_tensors(lambda t: [t.pop(key) for key in list(t) if not key.startswith(name)])(folder)
+    change_config(target_modules=r".*layers\.4\.self_attn\.k_proj")(folder)
+    engine(checkpoint("gemma4"), {"mine": folder}).shutdown()
+
+
 def test_the_head_may_have_the_name_of_gpt_neox(adapter, checkpoint, tmp_path):
     one: Adapter = adapter("ends")
     folder = copied(one, tmp_path)

@@ -54,6 +54,7 @@ class Adapters:
         self.max_rank, self.has_ends = max_rank, ends
         self._dtype = torch.float32 if kernels is None else dtype  # of placed factors
         self._names = {one.name for linear in _linears(complete) for one in linear.sources}
+        self._unread = getattr(complete, "unused", ())  # of the model, and so of adapters
         self._ends = {one.name for head in _heads(complete) for one in head.sources}
         self._ends |= {table.name for table in _tables(complete)}
         self._in_experts = {
@@ -132,6 +133,8 @@ class Adapters:
         modules: dict[str, str] = {}  # by projection
         for module, pair in read_adapter(name, folder, self.max_rank, self._dtype).items():
             known = self._known(module)
+            if known is None and any(part in f"{module}." for part in self._unread):
+                continue
             if known is None and self._find(module, self._in_experts) is not None:
                 raise CheckpointError(
                     f"adapter {name!r} ({folder}): it changes {module}, and adapters of experts "
