@@ -111,5 +111,5 @@ def test_logits_equal_transformers_with_the_same_overrides(checkpoint, settings)
 def test_unknown_overrides_are_refused(checkpoint):
     with pytest.raises(CheckpointError, match="rope_scalng: 1"):
         LLM(str(checkpoint("qwen3")), device="cpu", hf_overrides={"rope_scalng": 1})
-    with pytest.raises(ConfigError, match="--rope-scaling must be a JSON object"):
+    with pytest.raises(ConfigError, match="--rope-scaling is not valid JSON"):
         LLM(str(checkpoint("qwen3")), device="cpu", rope_scaling="yarn")
