@@ -29,6 +29,7 @@ from .attention_kernels import LOG2_E, decode_kernel, merge_kernel, prefill_kern
 from .rotary import Transform, qk_norm_rope_write
 
 MAX_SPLITS = 64
+SHORT_WINDOW = 2**19  # bytes of a KV head's keys and values in a window
 LONG_CONTEXT = 8192
 """Tokens from which one query takes longer than the step's prompts, unless its keys are split."""
 MAX_DECODE_ROWS = 128
@@ -98,7 +99,7 @@ def paged_attention(
     )
     batch.check()
     logits = Logits.of(scale, sliding_window, chunk, soft_cap, sinks, max_seq_len)
-    splits = num_splits(batch, max_seq_len)
+    splits = 1 if _is_short(batch, sliding_window) else num_splits(batch, max_seq_len)
     if max_query_len == 1 or (is_decode and _fits_decode(batch, max_query_len)):
         decode(batch, logits, splits, queries=max_query_len)
     elif batch.num_reqs > 1 and _multiple(batch) > 1 and max_seq_len > LONG_CONTEXT:
@@ -156,7 +157,7 @@ def decode_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch = Batch(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, out, rows, order)
     batch.check()
-    splits = num_splits(batch, max_seq_len)
+    splits = 1 if _is_short(batch, sliding_window) else num_splits(batch, max_seq_len)
     own = None
     if reads or splits == 1:
         transform = Transform(cos_sin, q_cos_sin, norm, clip)
@@ -469,6 +470,14 @@ def num_splits(batch: Batch, max_seq_len: int) -> int:
 
     Each has at least one tile of keys."""
     return max(1, min(int(_multiple(batch) + 0.5), -(-max_seq_len // 64), MAX_SPLITS))
+
+
+def _is_short(batch: Batch, window: int) -> bool:
+    """Return True if one program reads a window's keys and values as fast as several, and a merge.
+
+    Then decode writes the step's own keys in the same kernel, too."""
+    row = 2 * batch.k_cache.shape[3] * batch.k_cache.dtype.itemsize
+    return 0 < window * row <= SHORT_WINDOW
 
 
 def _multiple(batch: Batch) -> float:

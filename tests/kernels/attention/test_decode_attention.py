@@ -102,6 +102,19 @@ def check_fused(triton_attention, case: Case, fused: Fused, device: torch.device
 SINGLES = ((1, 9), (1, 1), (1, 70), (1, 16), (1, 17))
 
 
+@pytest.fixture(autouse=True)
+def windows_are_split(triton_attention, monkeypatch):
+    """Short windows would not be."""
+    monkeypatch.setattr(triton_attention, "SHORT_WINDOW", 0)
+
+
+def test_keys_of_a_short_window_are_not_split(triton_attention, device, monkeypatch):
+    monkeypatch.setattr(triton_attention, "SHORT_WINDOW", 2**14)
+    monkeypatch.setattr(triton_attention, "num_splits", lambda *_: pytest.fail("keys are split"))
+    case = Case(((1, 90),), heads=4, kv_heads=2, window=40)
+    check_fused(triton_attention, case, Fused(32, "rms"), device)
+
+
 @pytest.mark.on_cpu(
     "(3, 3)-0-0.0-False-1",
     "(3, 3)-1-2.0-True-2",
