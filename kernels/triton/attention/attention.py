@@ -29,7 +29,7 @@ from .attention_kernels import LOG2_E, decode_kernel, merge_kernel, prefill_kern
 from .rotary import Transform, qk_norm_rope_write
 
 MAX_SPLITS = 64
-SHORT_WINDOW = 2**19  # bytes of a KV head's keys and values in a window
+SHORT_WINDOW = 2**16  # bytes of a KV head's keys and values in a window: gpt-oss has 2**15
 LONG_CONTEXT = 8192
 """Tokens from which one query takes longer than the step's prompts, unless its keys are split."""
 MAX_DECODE_ROWS = 128
