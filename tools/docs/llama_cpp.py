@@ -25,7 +25,8 @@ curl http://127.0.0.1:8000/completion -d '{"prompt": "The sea is", "n_predict": 
 
 ## Endpoints
 
-Bodies are JSON, whatever their content type. Keys, limits, metrics and cancelling are those of the
+Bodies are JSON, whatever their content type, but OpenAI's and Anthropic's endpoints want
+`Content-Type: application/json`. Keys, limits, metrics and cancelling are those of the
 [other APIs](api.md); errors have OpenAI's format. Pages of other sites need
 [`--allowed-origins`](security.md).
 

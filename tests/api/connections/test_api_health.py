@@ -35,6 +35,7 @@ def test_head_is_answered_as_get_without_a_body(server: Server, path: str) -> No
     assert (get.status_code, head.status_code, head.content) == (200, 200, b"")
     assert head.headers.get("content-type") == get.headers.get("content-type")
     assert server.http.get("/livez").status_code == 200, "the connection stays open"
+    assert server.http.get("/health").json() == {"status": "ok"}
     until(lambda: server.metric("http_requests_total", method="HEAD", status="2xx") == before + 1)
     assert server.http.head("/v1/completions").status_code == 405
 

@@ -1,7 +1,7 @@
 """GET /livez, /readyz, /health: probes."""
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from toolkit.api.http.routes import Access, access
 from toolkit.api.http.server import server_of
@@ -25,7 +25,7 @@ async def health(request: Request) -> Response:
     The error names the cause. With several engines all must pass, except one that restarts while
     the others work."""
     await server_of(request).check()
-    return Response()
+    return JSONResponse({"status": "ok"})  # which clients of llama.cpp read
 
 
 @router.get("/readyz", response_model=None)
