@@ -184,6 +184,13 @@ def test_model_is_started_next_to_a_server_that_needs_a_key(server, private, scr
     with run.find_server(ChatConfig(model="m"), screen.terminal, is_question=True):
         pass
     assert private == ["m"]
+    with (
+        recorded(server.url, "fake"),
+        pytest.raises(ServerError, match=r"needs an API key: --api-key or TK_API_KEY\.$"),
+        run.find_server(ChatConfig(model="fake"), screen.terminal),
+    ):
+        pass
+    assert private == ["m"], "one that has the model is not started twice"
 
 
 def test_demo_model_answers_no_question_that_did_not_ask_for_it(

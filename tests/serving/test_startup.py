@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import checkpoints
 from tests.api.conftest import CONTEXT, SMALL, SMALL_TOKENS
+from tests.local import LocalServer
 from tests.server import START_TIMEOUT, Process, Server, gone, until
 from toolkit import LLM
 from toolkit.api.http.connections.listener import bind
@@ -142,6 +143,12 @@ def test_the_curl_line_reads_the_key_from_its_variable(configured: Server) -> No
         ["bash", "-c", configured.curl], env=environment, capture_output=True, check=True
     )
     assert json.loads(ran.stdout)["object"] == "chat.completion"
+
+
+def test_the_ready_card_has_a_place_for_the_key_of_a_chat(model: Path, tmp_path: Path) -> None:
+    server = LocalServer(str(model), "--api-key", KEY, cwd=tmp_path)
+    server.stop()
+    assert "Try:\nTK_API_KEY=KEY tk chat\ncurl " in server.stderr
 
 
 def test_default_port_is_8000() -> None:

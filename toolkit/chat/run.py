@@ -315,8 +315,9 @@ def require_chat(address: Address, model: ModelInfo) -> ModelInfo:
 def find_running_server(config: ChatConfig, terminal: Terminal) -> tuple[Address, ModelInfo] | None:
     """Return a server on this machine that is healthy and has the model.
 
-    Without a record of one, that at the default address. Raises KeyRejectedError if no other server
-    has the model, and ConfigError if the user has to choose one of several."""
+    Without a record of one, that at the default address. Raises KeyRejectedError if the only one
+    that has the model, or may have it, needs another key, and ConfigError if the user has to choose
+    one of several."""
     servers = ready_servers()
     if config.model is None or any(one.has(config.model) for one in servers):
         server = choose_server(config.model)
@@ -337,7 +338,8 @@ def find_running_server(config: ChatConfig, terminal: Terminal) -> tuple[Address
                 return found
         except KeyRejectedError as error:
             rejection = rejection or error
-    if rejection is not None:
+    # A server that needs a key may lack the model. Without a key, a private one starts.
+    if rejection is not None and config.api_key:
         raise rejection
     return None
 
@@ -347,8 +349,8 @@ def find_model_at(
 ) -> tuple[Address, ModelInfo] | None:
     """Return the server at this address if it is healthy and has the model.
 
-    Raises KeyRejectedError if it refuses the key, or needs one and no model is given, and
-    UntrustedError for its certificate."""
+    Raises KeyRejectedError if it refuses the key or needs one, and UntrustedError for its
+    certificate."""
     address = _address(url, config)
     try:
         with address.client() as http:
@@ -360,9 +362,7 @@ def find_model_at(
             raise unreachable(url, error) from None
         return None
     except KeyRejectedError:
-        if config.api_key or config.model is None:
-            raise
-        return None
+        raise
     except ServerError as error:
         terminal.note(f"{error.message} Starting a private server instead.")
         return None

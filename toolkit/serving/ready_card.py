@@ -50,7 +50,9 @@ def print_ready_card(
         table.add_row("network", Text.assemble((network, "bold"), "  for other machines"))
     SafeConsole(stderr=True).print(Panel(table, title=title, title_align="left", expand=False))
     can_chat = model.info.generates and model.facts.has_chat_template and config.uds is None
-    print("Try:", *(["tk chat"] if can_chat else []), curl, sep="\n", file=sys.stderr, flush=True)
+    needs_key = config.api_key and not os.environ.get("TK_API_KEY")
+    chat = ["TK_API_KEY=KEY tk chat" if needs_key else "tk chat"] if can_chat else []
+    print("Try:", *chat, curl, sep="\n", file=sys.stderr, flush=True)
 
 
 def _facts(model: LoadedModel, config: ServerConfig) -> dict[str, str]:

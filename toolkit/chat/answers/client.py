@@ -107,6 +107,10 @@ class Address:
     def refused(self, status: int, body: bytes) -> ServerError:
         reason = error_message(body)
         if status in (401, 403):
+            if status == 401 and not self.api_key:
+                return KeyRejectedError(
+                    f"{self.subject} needs an API key: --api-key or TK_API_KEY."
+                )
             what = "rejected the API key" if self.api_key else "needs an API key"
             return KeyRejectedError(f"{self.subject} {what} (--api-key or TK_API_KEY): {reason}")
         return ServerError(
