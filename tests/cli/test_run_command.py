@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests import checkpoints
+from tests.records import recorded
 from toolkit.cli.commands.run import find_cycle
 from toolkit.config.clients import ChatConfig
 
@@ -145,3 +146,7 @@ def test_unknown_model_error_suggests_the_nearest_name(tk_here, tmp_path: Path):
     assert "tiny-model" in done.stderr
     assert str(tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
+    assert "tk chat" not in done.stderr
+    with recorded("http://127.0.0.1:1", "tinny-model"):
+        done = tk_here("run", "tinny-model", "hi", cwd=tmp_path)
+    assert done.stderr.endswith("this asks it: tk chat tinny-model PROMPT\n")

@@ -572,7 +572,8 @@ class TestErrors:
     def test_context_longer_than_the_models_is_refused(self):
         model = read_folder(Path(MODEL_DIR), "demo")
         with pytest.raises(
-            ConfigError, match="--max-model-len is 513, but the model supports at most 512"
+            ConfigError,
+            match=r"--max-model-len is 513, .* supports at most 512 tokens\. Give that or less",
         ):
             estimate(model, settings(max_model_len=513), CPU)
 

@@ -348,6 +348,7 @@ class TestShow:
         done = tk("show", "org/nothing")
         assert (done.returncode, done.stdout) == (2, "")
         assert "There is no model org/nothing" in done.stderr
+        assert tk("show", "").stderr == "tk: The name of the model is empty.\n"
 
 
 def test_dry_run_of_a_hub_model_equals_that_of_a_local_one(hub, tk):
@@ -390,8 +391,10 @@ class TestModels:
         (tmp_path / "here" / "mine").symlink_to(MODEL_DIR)
         (tmp_path / "here" / "broken").mkdir()
         (tmp_path / "here" / "broken" / "config.json").write_text("{")
-        rows = {row["name"]: row for row in json.loads(tk("models", "--json", "--", ".").stdout)}
+        listed = json.loads(tk("models", "--json", "--", ".", "mine", "../here").stdout)
+        rows = {row["name"]: row for row in listed}
         assert rows.keys() == {"tk-demo", "mine", "broken", "org/tiny"}
+        assert len(listed) == len(rows), "a model is listed once"
         for name in ("tk-demo", "mine", "org/tiny"):
             assert rows[name]["fits"] == "yes"
             assert (rows[name]["parameters"], rows[name]["context"]) == (3_814_912, 512)
@@ -444,6 +447,13 @@ class TestRemove:
         assert done.returncode == 0, done.stderr
         assert not folder.exists()
         assert set(tmp_path.rglob("*")) >= before
+
+    def test_demo_model_is_not_removed(self, tk):
+        done = tk("rm", "tk-demo", "--yes")
+        assert (done.returncode, done.stderr) == (
+            2,
+            "tk: tk-demo comes with tk: there is nothing to remove.\n",
+        )
 
     def test_question_answered_with_no_keeps_the_model(self, tk, monkeypatch, folder):
         for answer, code in (("n", 1), ("", 1), ("y", 0)):

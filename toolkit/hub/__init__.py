@@ -39,6 +39,8 @@ def locate(model: str | None, revision: str | None = None) -> Path:
         from toolkit.demo import MODEL_DIR
 
         return Path(MODEL_DIR)
+    if not model:  # such as a variable of the shell without a value; Path("") is this folder
+        raise ModelNotFoundError("The name of the model is empty.")
     folder = Path(model).expanduser()
     if folder.is_dir():
         names = [path.name for path in folder.iterdir()]

@@ -396,7 +396,7 @@ def _max_model_len(checkpoint: Checkpoint, engine: EngineConfig) -> int:
     if wanted is not None and 0 < checkpoint.longest < wanted:
         raise ConfigError(
             f"--max-model-len is {wanted}, but the model supports at most "
-            f"{checkpoint.longest} tokens.",
+            f"{checkpoint.longest} tokens. Give that or less, or leave it out.",
             param="max_model_len",
         )
     length = wanted or checkpoint.context

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import abspath
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,22 @@ def local_models(folders: list[Path]) -> Iterator[LocalModel]:
     from toolkit.demo import MODEL_DIR
 
     yield _read(DEMO, Path(MODEL_DIR))
+    found: set[str] = set()
     for folder in folders:
-        for config in sorted((*folder.glob("config.json"), *folder.glob("*/config.json"))):
-            yield _read(str(config.parent), config.parent)
-        for config in sorted((*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}"))):
-            yield _read_adapter(str(config.parent), config.parent)
-        files = (*folder.glob("*.gguf"), *folder.glob("*/*.gguf"))
-        for file in models_in(map(str, files)):
-            yield _read(file, Path(file))
+        files = [
+            file
+            for name in ("config.json", CONFIG, "*.gguf")
+            for file in sorted((*folder.glob(name), *folder.glob(f"*/{name}")))
+            if abspath(file) not in found  # in an earlier folder, such as the parent
+        ]
+        found |= {abspath(file) for file in files}
+        for config in files:
+            if config.name == "config.json":
+                yield _read(str(config.parent), config.parent)
+            elif config.name == CONFIG:
+                yield _read_adapter(str(config.parent), config.parent)
+        for name in models_in(str(file) for file in files if file.suffix == ".gguf"):
+            yield _read(name, Path(name))
     for repo in cached_repos():
         newest = max(repo.revisions, key=lambda revision: revision.last_modified)
         for file, label in labels(models_in(hub.gguf_files(newest.snapshot_path))).items():

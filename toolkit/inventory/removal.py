@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.errors import CheckpointError, ConfigError, ModelNotFoundError, did_you_mean
 from toolkit.gguf.names import choose, labels, models_in, split_name
-from toolkit.hub import gguf_files
+from toolkit.hub import gguf_files, is_demo
 from toolkit.inventory.console import print_note
 from toolkit.inventory.find import cached_repos
 from toolkit.units import size
@@ -106,6 +106,8 @@ def _repos(names: list[str]) -> list[Any]:
     for name in names:
         if name in cached:
             _require_inside_cache(cached[name].repo_path)
+        elif is_demo(name):
+            raise ConfigError(f"{name} comes with tk: there is nothing to remove.")
         elif Path(name).expanduser().exists():
             raise ConfigError(
                 f"{name} is not in the hub's cache. tk rm removes only downloaded models."

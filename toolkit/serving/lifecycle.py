@@ -161,9 +161,9 @@ async def _log_countdown(front: FrontEnd, timeout: float) -> None:
     while True:
         if num_active := front.num_active:
             logger.info(
-                "shutting down: %d open requests have %d s to finish; another signal ends them at "
-                "once",
+                "shutting down: %d open %s %d s to finish; another signal ends them at once",
                 num_active,
+                "request has" if num_active == 1 else "requests have",
                 max(0, math.ceil(deadline - time.monotonic())),
             )
         else:

@@ -1,6 +1,7 @@
 """`tk run`."""
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from toolkit.config.fields import build, options
 from toolkit.config.run import DEFAULT_MAX_TOKENS
 from toolkit.config.sources import resolve
 from toolkit.console import as_text, read_piped
-from toolkit.errors import ConfigError, InvalidRequestError
+from toolkit.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from toolkit.logs import escape_controls
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ def run(
     engine = EngineConfig(
         model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
     ).with_settings(max_num_seqs=1, limit_mm_per_prompt={"image": len(pictures)})
-    download_missing(model.model, model.revision)
+    try:
+        download_missing(model.model, model.revision)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(error.message + _server_hint(str(model.model))) from None
     with _starting(model.model or DEMO):
         from toolkit.engine.llm import LLM
         from toolkit.sampling.params import SamplingParams
@@ -112,6 +116,18 @@ def run(
             )
     except BrokenPipeError:
         sys.stderr.close()  # suppress the error of the flush at exit
+
+
+def _server_hint(model: str) -> str:
+    """Return a sentence about a running server that has the model, else ""."""
+    from toolkit.client.choice import ready_servers
+
+    if not any(server.has(model) for server in ready_servers()):
+        return ""
+    return (
+        " A server of yours has it, and tk run uses none; this asks it: tk chat "
+        f"{shlex.quote(model)} PROMPT"
+    )
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def _max_model_len(wanted: int | None, model_config: ArchitectureConfig, folder:
     if wanted is not None and 0 < described.longest < wanted:
         raise ConfigError(
             f"--max-model-len is {wanted}, but the model supports at most {described.longest} "
-            "tokens.",
+            "tokens. Give that or less, or leave it out.",
             param="max_model_len",
         )
     return wanted or min(made_for, heads.max_seq_length(folder) or made_for)
