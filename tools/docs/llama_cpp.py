@@ -21,7 +21,8 @@ curl http://127.0.0.1:8000/completion -d '{"prompt": "The sea is", "n_predict": 
 - `model` in requests is the name of the model, or left out; `-a NAME` serves it under another.
 - Settings in files and variables are [tk's](configuration.md): `TK_MAX_MODEL_LEN` in place of
   `LLAMA_ARG_CTX_SIZE`.
-- `llama-cli` is `tk chat` or `tk run`, and `llama-bench` is `tk bench offline`.
+- `llama-cli` is `tk chat` or `tk run`, with tk's flags: `-m FILE -p TEXT -n 64 --temp 0` is
+  `tk run FILE TEXT --max-tokens 64 --temperature 0`. `llama-bench` is `tk bench offline`.
 
 ## Endpoints
 
