@@ -68,7 +68,8 @@ def complete(tmp_path: Path):
     (tmp_path / "bin" / "tk").write_text(PROGRAM.format(python=sys.executable))
     (tmp_path / "bin" / "tk").chmod(0o755)
     (tmp_path / "here").mkdir()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TK_", "HF_"))}
+    others = ("TK_", "HF_", "XDG_CACHE_HOME")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     environment |= {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "HOME": str(tmp_path),
