@@ -192,13 +192,16 @@ def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
 
     Few shapes suffice to come close to the best of each size."""
     if num_rows > 64 * MULTIPROCESSORS:
-        return Tile(128, stages=4)
+        large, small = _busy(num_rows, 128), _busy(num_rows, 64)
+        return Tile(64, stages=6) if large < 0.65 and large < small else Tile(128, stages=4)
     if num_tokens <= 16 and num_rows <= 1024 <= in_features:
         return Tile(16, stages=4, parts=4) if num_tokens <= 8 else Tile(8, stages=6, parts=4)
     if num_tokens <= 8 and num_rows <= (4096 if in_features >= 2048 else 3072):
         return Tile(16, stages=5, parts=2)
     if num_tokens <= 16 and num_rows <= 1024:
         return Tile(8, stages=5, parts=2)
+    if in_features >= 8192 and 1024 < num_rows <= 64 * MULTIPROCESSORS // 3:
+        return Tile(64, stages=6, splits=3)
     if num_tokens <= 32 and num_rows > 1024:
         return Tile(64, stages=8 if in_features >= 4096 else 6)
     if num_rows >= 64 * ENOUGH:
@@ -212,6 +215,14 @@ def best_tile(num_tokens: int, num_rows: int, in_features: int) -> Tile:
         (n for n in (4, 2) if programs * n <= MULTIPROCESSORS and in_features >= 512 * n), 1
     )
     return Tile(32, stages=6, splits=splits)
+
+
+def _busy(num_rows: int, rows: int) -> float:
+    """Return the share of the multiprocessors' time in which tiles of so many rows keep them busy.
+
+    Each has one at a time."""
+    num_tiles = -(-num_rows // rows)
+    return num_tiles / (-(-num_tiles // MULTIPROCESSORS) * MULTIPROCESSORS)
 
 
 def best_tile_of_fp8(num_tokens: int, num_rows: int, in_features: int) -> Tile:
