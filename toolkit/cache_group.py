@@ -24,6 +24,14 @@ class CacheGroup(msgspec.Struct, frozen=True):
             return f"{kind} tokens"
         return "all tokens"
 
+    def kept_by(self, num_layers: int) -> str:
+        """Say which tokens a number of layers keeps."""
+        return (
+            f"1 layer keeps {self.kept}"
+            if num_layers == 1
+            else f"{num_layers} layers keep {self.kept}"
+        )
+
     @property
     def frees(self) -> bool:
         """True if tokens are freed while their request runs."""

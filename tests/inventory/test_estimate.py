@@ -154,9 +154,19 @@ def test_dry_run_shows_what_windows_free(checkpoint, capsys, kind):
     assert windows == {"qwen3": [0], "mistral-window": [9]}.get(kind, [0, 11])
     assert report["sequence_bytes"] <= report["sequence_peak_bytes"]
     dry_run(config, as_json=False)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert ("keep windows of" in shown) == (kind != "qwen3")
-    assert ("keep all tokens (pages of" in shown) == (len(windows) > 1)
+    shown = capsys.readouterr().out
+    lines = [line.removeprefix("  windows ").strip() for line in shown.splitlines()]
+    assert ("in sequences of 160" in shown) == (kind != "qwen3")
+    assert [line for line in lines if "in pages of" in line] == {
+        "qwen3": [],
+        "mistral-window": ["2 layers keep windows of 9 tokens, in pages of 16 tokens"],
+    }.get(
+        kind,
+        [
+            "1 layer keeps all tokens, in pages of 32 tokens",
+            "2 layers keep windows of 11 tokens, in pages of 16 tokens",
+        ],
+    )
 
 
 @pytest.mark.parametrize(

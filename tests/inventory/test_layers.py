@@ -35,6 +35,20 @@ def test_a_layer_of_llama_is_printed_line_by_line(checkpoint, tk_here):
     assert both["name"]
 
 
+def test_layers_say_which_tokens_they_keep_and_whether_they_rotate(checkpoint):
+    def lines(name: str, word: str) -> list[str]:
+        found = lines_of(read_folder(checkpoint(name), name))
+        return [line.strip() for line in found if line.strip().startswith(word)]
+
+    kept = "keeps 2 x 32 and 2 x 32 numbers for each"
+    first, _, unrotated = lines("llama4", "keeps")
+    assert (first, unrotated) == (f"{kept} token of the newest chunk of 24", f"{kept} token")
+    assert lines("gpt-oss", "keeps")[0] == f"{kept} of the newest 9 tokens"
+    rotating, _, scaled = lines("llama4", "attention:")
+    assert "rotation (" in rotating
+    assert scaled.endswith("scale 0.1768, queries scaled by position")
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_product_of_every_architecture_is_printed(checkpoint, name):
     found = read_folder(checkpoint(name), name)

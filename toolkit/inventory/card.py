@@ -229,7 +229,7 @@ def _windows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     counts = Counter(CacheGroup(one.window, one.chunk) for one in memory)
     if not any(group.frees for group in counts):
         return []
-    parts = (f"{count} layers keep {group.kept}" for group, count in counts.most_common())
+    parts = (group.kept_by(count) for group, count in counts.most_common())
     return [("KV cache", ", ".join(parts))]
 
 

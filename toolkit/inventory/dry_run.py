@@ -179,13 +179,14 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         return [*facts, ("context", f"{result.max_model_len:,} tokens; an encoder has no KV cache")]
     per_token = f"{size(result.cache / result.num_tokens)} each"
     about = "about " if result.is_approximate else ""
-    text = f"{about}{size(result.cache)}: {about}{result.num_tokens:,} tokens, {per_token}"
+    frees = any(group.frees for group in result.layout.groups)
+    length = f" in sequences of {result.max_model_len:,}" if frees else ""
+    text = f"{about}{size(result.cache)}: {about}{result.num_tokens:,} tokens, {per_token}{length}"
     facts += [("KV cache", text)]
     requests, snapshots, state_bytes = result.states
     if state_bytes:
         text = f"{size(state_bytes)} each: {requests} of requests (--max-num-seqs), {snapshots}"
         facts += [("states", f"{text} after prompts (--state-cache-gib)")]
-    frees = any(group.frees for group in result.layout.groups)
     windows = [("windows", _windows(result))] if frees else []
     sequences = f": {result.num_sequences:.1f} sequences of that length" if result.fits else ""
     return [
@@ -201,16 +202,18 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
 
 
 def _windows(result: Estimate) -> str:
-    """Return what layers keep that free tokens, and what a sequence takes."""
+    """Return what each group of layers keeps, and what a sequence takes, in lines."""
     layout = result.layout
-    parts = []
+    lines = []
     for g, group in enumerate(layout.groups):
         num_layers = sum(layout.group_of(one) == g for one in layout.of_tokens)
-        padding = f", {layout.padding(g):.1%} of them unused" if len(layout.groups) > 1 else ""
-        pages = f"pages of {group.blocks_per_page * result.block_size} tokens{padding}"
-        parts.append(f"{num_layers} layers keep {group.kept} ({pages})")
+        padding = layout.padding(g)
+        unused = f", {padding:.1%} of them unused" if padding >= 0.0005 else ""
+        pages = f"pages of {group.blocks_per_page * result.block_size} tokens{unused}"
+        lines.append(f"{group.kept_by(num_layers)}, in {pages}")
     decode, most = map(size, result.sequence_bytes)
-    return (
-        f"{'; '.join(parts)}; {result.max_model_len:,} tokens take {decode}, and up to {most} "
-        f"during a prompt (--max-num-batched-tokens)"
-    )
+    lines += [
+        f"{result.max_model_len:,} tokens take {decode}; while a prompt is computed, up to {most} "
+        "(--max-num-batched-tokens)"
+    ]
+    return "\n".join(lines)

@@ -120,7 +120,8 @@ def _options(mix: Mix) -> Iterator[str]:
         if isinstance(value, Rope):
             given = {name: one for name, one in value.parameters.items() if one is not None}
             listed = ", ".join(f"{name} {one}" for name, one in sorted(given.items()))
-            yield f"rotation ({listed})"
+            if value.rotates:
+                yield f"rotation ({listed})"
             if value.query_scaling is not None:
                 yield "queries scaled by position"
         elif dataclasses.is_dataclass(value):
@@ -135,7 +136,10 @@ def _projection(source: Source, rows: int, columns: int, has_bias: bool) -> str:
 
 
 def _memory(memory: Memory) -> str:
-    of = "token" if isinstance(memory, TokenMemory) else "request"
+    of = "request"
+    if isinstance(memory, TokenMemory):
+        of = f"of the newest {memory.window:,} tokens" if memory.window else "token"
+        of += f" of the newest chunk of {memory.chunk:,}" if memory.chunk else ""
     parts = " and ".join(
         f"{part.num_heads} x {part.size * max(1, part.last_tokens)}" for part in memory.parts
     )

@@ -106,6 +106,11 @@ class Rope:
             return self.max_positions
         return max(self.max_positions, int(self.parameters["factor"] * self.trained_len))
 
+    @property
+    def rotates(self) -> bool:
+        """False if all angles are 0."""
+        return self.parameters.get("partial_rotary_factor") != 0.0
+
     @classmethod
     def unrotated(cls, head_size: int, max_positions: int, scaling: QueryScaling) -> Self:
         """Return a rotation by no angle, which only scales the queries."""
