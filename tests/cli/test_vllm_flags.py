@@ -232,6 +232,9 @@ def test_command_lines_of_vllm_bench_serve(line: str, expected: dict[str, Any]):
         ("serve", "--max-model-len 1.0001k", "--max-model-len must be a whole number; got"),
         ("serve", "--swap-space 4G", "--swap-space must be a number; got '4G'."),
         ("serve", "--runner", "--runner needs a value."),
+        ("serve", "--enforce_eager true", "--enforce_eager takes no value; got 'true'. Write"),
+        ("serve", "--enable-chunked-prefill False", "alone, or --no-enable-chunked-prefill for"),
+        ("serve", "--enable-prefix-caching=True", "Write --enable-prefix-caching alone, or --no"),
         ("serve", "--hf-overrides [1] --hf-overrides.a 1", "--hf-overrides must be a JSON object"),
         ("bench serve", "--dataset-name sonnet", "tk has no --dataset-name sonnet. "),
     ],
@@ -252,6 +255,9 @@ def test_yaml_files_have_flags(tmp_path: Path):
         "model": "m", "max_model_len": 8000, "served_model_name": ["a", "b"], "seed": 2,
         "enable_prefix_caching": False, "speculative_config": SPECULATION,
     }  # fmt: skip
+    line = ["other", "--served_model_name", "c", "--config", str(path)]
+    overridden = settings("serve", line)
+    assert (overridden["model"], overridden["served_model_name"]) == ("other", ["c"])
     for text in ("a: [", "text"):
         path.write_text(text)
         with pytest.raises(ConfigError, match=f"--config.* {re.escape(str(path))}"):

@@ -59,17 +59,28 @@ def translate(
     that the command's table refuses, for a flag in the place of a value, and for a YAML file that
     cannot be read."""
     translation = _Translation(settings, rules_of(command), stops_at_word=is_group)
-    return translation.run(words if is_group else _with_yaml(words)), translation.notes
+    words = words if is_group else _with_yaml(words, settings)
+    return translation.run(words), translation.notes
 
 
-def _with_yaml(words: Sequence[str]) -> list[str]:
-    """Replace `--config FILE.yaml` by the flags in the file. The command line overrides them."""
+def _with_yaml(words: Sequence[str], settings: Mapping[str, Option]) -> list[str]:
+    """Replace `--config FILE.yaml` by the flags in the file. The command line overrides them.
+
+    An argument before all flags, such as MODEL, overrides the flag of the same setting."""
+    given = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    if words and not words[0].startswith("-"):
+        given.update(row.flag for row in settings.values() if row.argument)
     for index, word in enumerate(words):
         name, has_value, value = word.partition("=")
         path = value if has_value else "".join(words[index + 1 : index + 2])
         if name == "--config" and path.endswith((".yaml", ".yml")):
             end = index + (1 if has_value else 2)
-            return [*_read_yaml(path), *words[:index], *words[end:]]
+            flags = [
+                flag
+                for flag in _read_yaml(path)
+                if flag.partition("=")[0].replace("_", "-") not in given
+            ]
+            return [*flags, *words[:index], *words[end:]]
     return list(words)
 
 
@@ -112,6 +123,8 @@ class _Translation:
         self._objects = {row.flag: row for row in settings.values() if row.type is dict}
         own = {flag: row for row in settings.values() for flag in (row.flag, *row.aliases)}
         self._with_value = {"--config", *(f for f, row in own.items() if row.type is not bool)}
+        self._switches = {f for f, row in own.items() if row.type is bool}
+        self._switches |= {name for name, rule in rules.items() if not rule.takes}
         self._known = {*own, *rules, *(f"--no-{f[2:]}" for f in own if f not in self._with_value)}
         self._fields: dict[str, dict[str, Any]] = {}  # of objects, by flag
         self._values: dict[str, str] = {}  # of the table's flags, by name without dashes
@@ -129,6 +142,8 @@ class _Translation:
                 continue
             word = rest.popleft()
             name, path, value = self._split(word)
+            if name.replace("--no-", "--", 1) in self._switches:
+                self._check_switch(word.partition("=")[0], value, rest)
             rule = self._rule(name, value)
             if path and name in self._objects:
                 self._set_field(name, path, self._value(name, value, rest))
@@ -154,6 +169,17 @@ class _Translation:
         if name.startswith("--"):
             name = self._opposite(f"--{name[2:].replace('_', '-')}")
         return name, dot + path, value if has_value else None
+
+    def _check_switch(self, name: str, value: str | None, rest: deque[str]) -> None:
+        """Raise ConfigError for `--switch=true`, and for `--switch true` in lines of vLLM."""
+        if value is None and self._rules and rest and rest[0].lower() in ("true", "false"):
+            value = rest[0]
+        if value is not None:
+            opposite = f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
+            either = f", or {opposite} for the opposite" if name.startswith("--") else ""
+            raise ConfigError(
+                f"{name} takes no value; got {value!r}. Write {name} alone{either}.", param=name
+            )
 
     def _opposite(self, name: str) -> str:
         """Return --no-enable-x for --disable-x, and so on, if only that is known."""

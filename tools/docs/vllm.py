@@ -23,7 +23,8 @@ tk serve gpt2 -tp 1 --dtype half --max_model_len 1k --enable-auto-tool-choice -O
 - Underscores in flags are dashes. `8k` is 8,000, `8K` is 8,192. A flag that begins with "disable"
   is the opposite of that with "enable". `--hf-overrides.rope_theta 1e6` sets a field of a JSON
   object.
-- `--config FILE.yaml` is a file of flags. tk's own settings files are [TOML](configuration.md).
+- `--config FILE.yaml` is a file of flags, which the command line overrides. tk's own settings files
+  are [TOML](configuration.md).
 - Defaults are tk's. `tk bench` sends 200 prompts of 128 tokens where vLLM sends 1,000 of 1,024,
   asks for greedy answers of full length, and takes the lengths of answers from a file.
 - Variables are tk's: each flag is one, as `TK_MAX_MODEL_LEN`. `TK_API_KEY` is the key of the
