@@ -328,6 +328,46 @@ class TestValues:
         with pytest.raises(ConfigError, match="Did you mean port"):
             build(ServerConfig, {"prt": 1})
 
+    def test_arguments_of_vllm_are_translated(self, caplog):
+        config = EngineConfig.from_settings(
+            {
+                "dtype": "half",
+                "quantization": "gptq",
+                "enable_chunked_prefill": False,
+                "kv_cache_memory_bytes": 3 << 29,
+                "language_model_only": True,
+                "generation_config": "auto",
+                "optimization_level": 0,
+                "hf_token": None,
+                "enable_sleep_mode": False,
+            }
+        )
+        assert config.model.dtype == "float16"
+        assert config.model.quantization is config.model.generation_config is None
+        assert config.cache.kv_cache_memory == 1.5
+        assert config.pictures.limit_mm_per_prompt == {"image": 0}
+        assert config.device.enforce_eager
+        assert [text.partition(".")[0] for text in caplog.messages] == [
+            "quantization='gptq' has no effect",
+            "enable_chunked_prefill=False has no effect",
+        ]
+
+    @pytest.mark.parametrize(
+        ("given", "problem"),
+        [
+            ({"hf_token": "secret"}, "tk has no hf_token. ps would show it. Set the variable"),
+            ({"download_dir": "/x"}, "tk has no download_dir. Set the variable HF_HUB_CACHE."),
+            ({"max_model_len": -1}, "tk has no max_model_len=-1. tk serve --dry-run prints"),
+            ({"rope_theta": 1.0}, "tk has no rope_theta. Use hf_overrides={'rope_theta': ...}."),
+            ({"kv_cache_memory_bytes": "8G"}, "kv_cache_memory_bytes must be a number; got '8G'."),
+            ({"port": 1}, "port is a setting of servers alone. Leave it out here."),
+        ],
+    )
+    def test_arguments_that_tk_lacks_are_refused(self, given, problem):
+        with pytest.raises(ConfigError) as refused:
+            EngineConfig.from_settings(given)
+        assert refused.value.message.startswith(problem)
+
     def test_config_is_immutable_and_copyable(self):
         config = EngineConfig.from_settings({"model": "x", "seed": 3})
         changed = config.with_settings(max_num_seqs=4)

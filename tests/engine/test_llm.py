@@ -115,6 +115,16 @@ class TestPrompts:
         several = llm.chat([messages, messages], greedy())
         assert tokens_of(several) == [list(output.outputs[0].token_ids)] * 2
 
+    def test_chat_takes_the_input_of_templates_by_itself_or_in_a_dict(self, llm):
+        messages = [{"role": "user", "content": "hi"}]
+        template = "{{ messages[0].content }}{{ mood }}"
+        options = {"chat_template": template, "mood": "!"}
+        expected = checkpoints.make_tokenizer().encode("hi!")
+        assert llm.chat_prompt(messages, **options) == expected
+        assert llm.chat_prompt(messages, chat_template_kwargs=options) == expected
+        given = {"chat_template": template, "chat_template_kwargs": {"mood": "!"}}
+        assert llm.chat(messages, greedy(1), **given)[0].prompt_token_ids == expected
+
     def test_chat_reports_the_templates_error(self, llm):
         with pytest.raises(InvalidRequestError, match="no such role"):
             llm.chat([{"role": "pirate", "content": "arr"}])

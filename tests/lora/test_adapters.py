@@ -438,6 +438,8 @@ def test_unknown_adapters_are_refused(adapter, checkpoint):
         generate(llm, [PROMPT], ["other"])
     with pytest.raises(InvalidRequestError, match=r"Pass LoRARequest\('mine'\)"):
         llm.generate([PROMPT], lora_request="mine")
+    with pytest.raises(InvalidRequestError, match=r"Pass LoRARequest\('mine'\)"):
+        llm.chat([{"role": "user", "content": "hi"}], lora_request="mine")
     with pytest.raises(InvalidRequestError, match="1 prompts and 2 LoRA requests"):
         generate(llm, [PROMPT], ["mine", "mine"])
     llm.shutdown()

@@ -557,9 +557,18 @@ class EngineConfig:
     def from_settings(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Build from flat settings, such as those of `LLM(model, max_num_seqs=8)`.
 
-        Raises ConfigError for an unknown name or a value out of bounds."""
+        vLLM's names and values are translated. Raises ConfigError for an unknown name or a value
+        out of bounds."""
+        from toolkit.config.server import ServerConfig
+        from toolkit.config.vllm import translate_settings
+
         known = {row.name for part in PARTS.values() for row in options(part)}
+        settings = translate_settings(settings, known)
         for name in settings:
+            if name in {row.name for row in options(ServerConfig)}:
+                raise ConfigError(
+                    f"{name} is a setting of servers alone. Leave it out here.", param=name
+                )
             if name not in known:
                 raise ConfigError(
                     f"Unknown setting {name!r}.{did_you_mean(name, known)}", param=name

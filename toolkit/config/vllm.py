@@ -8,11 +8,19 @@ and the flags that have it, separated by spaces:
     --flag=...    a flag with one or more values
     --flag=word   a flag with this value. Others of its values have another entry, or are tk's own
 
-`cli.vllm` reads command lines by this table, and docs/from-vllm.md shows it."""
+`cli.vllm` reads command lines by this table, `translate_settings` the arguments of `LLM`, and
+docs/from-vllm.md shows it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -577,3 +585,60 @@ BENCH: Table = (
         "--plot-dataset-stats",
     ),
 )
+
+
+def translate_settings(settings: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return arguments of vLLM's `LLM` under tk's names, without those that have no effect.
+
+    `known`: tk's names. An argument that has no effect is logged, unless it is None or False.
+    Raises ConfigError for one that the table refuses."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        outcome = _outcome(name, value, is_known=name in known)
+        if outcome is None:
+            found[name] = value
+        elif value is None or (value is False and not isinstance(outcome, Note)):
+            continue
+        elif isinstance(outcome, Note):
+            logger.warning("%s=%r has no effect. %s.", name, value, outcome.reason)
+        elif isinstance(outcome, Use) and "." not in outcome.flags:
+            found |= _used(outcome, name, value)
+        else:
+            shown = f"{name}={value!r}" if name in known else name
+            raise ConfigError(f"tk has no {shown}. {_advice(outcome)}", param=name)
+    return found
+
+
+def _outcome(name: str, value: Any, *, is_known: bool) -> Outcome | None:
+    """Return what an argument does; None for tk's own and unknown ones."""
+    flag = f"--{name.replace('_', '-')}"
+    rules = {text: outcome for outcome, flags in SERVE for text in flags.split()}
+    exact = rules.get(f"{flag}={value}")
+    if exact is not None or is_known:
+        return exact
+    return rules.get(flag) or rules.get(f"{flag}=") or rules.get(f"{flag}=...")
+
+
+def _used(use: Use, name: str, value: Any) -> dict[str, Any]:
+    """Return tk's setting for an argument; none if tk's default does the same."""
+    flag, _, word = use.flags.partition(" ")
+    if not flag:
+        return {}
+    given: Any = word or True
+    if word == "{}":
+        if use.divisor != 1 and not isinstance(value, int | float):
+            raise ConfigError(f"{name} must be a number; got {value!r}.", param=name)
+        given = value / use.divisor if use.divisor != 1 else value
+    elif "=" in word:
+        key, _, number = word.partition("=")
+        given = {key: int(number)}
+    return {flag[2:].replace("-", "_"): given}
+
+
+def _advice(outcome: Use | Variable | Refusal) -> str:
+    if isinstance(outcome, Refusal):
+        return outcome.advice
+    if isinstance(outcome, Variable):
+        return f"Set the variable {outcome.name}."
+    setting, _, key = outcome.flags.split()[0][2:].replace("-", "_").partition(".")
+    return f"Use {setting}={{{key!r}: ...}}."

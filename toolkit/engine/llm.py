@@ -179,9 +179,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations. Raises InvalidRequestError if the model has no chat template.
+
+        `template_options`: `tools`, `chat_template`, `add_generation_prompt` and other input of the
+        template, each by itself or in a dict `chat_template_kwargs`. The rest is as in `generate`.
 
         The content of a message may be a list of parts: {"type": "text", "text": ...} and pictures,
         {"type": "image_url", "image_url": {"url": ...}} or {"type": "image", "image": ...} with an
@@ -191,13 +195,14 @@ class LLM:
         With `skip_special_tokens=False` the text has all of it, too."""
         several = bool(messages) and isinstance(messages[0], list)
         conversations = cast(list[Messages], messages if several else [messages])
-        prompts = self._chat_inputs(conversations, template_options)
+        options = _flat_options(template_options)
+        prompts = self._chat_inputs(conversations, options)
         params = self._params_per_prompt(sampling_params, len(prompts))
-        template = template_options.get("chat_template")
+        template = options.get("chat_template")
         tokenizer = self._inputs.require_tokenizer()
         source = tokenizer.find_template(template) if template else tokenizer.chat_template_text
         if not is_harmony(source):
-            return self.generate(prompts, params, use_tqdm=use_tqdm)
+            return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
         with_marks = [
             msgspec.structs.replace(
                 one, skip_special_tokens=False, spaces_between_special_tokens=False
@@ -206,7 +211,7 @@ class LLM:
             else one
             for one in params
         ]
-        results = self.generate(prompts, with_marks, use_tqdm=use_tqdm)
+        results = self.generate(prompts, with_marks, use_tqdm=use_tqdm, lora_request=lora_request)
         for result, asked in zip(results, params, strict=True):
             if asked.skip_special_tokens:
                 _keep_content(result, tokenizer)
@@ -339,7 +344,7 @@ class LLM:
 
     def chat_input(self, messages: Messages, **template_options: Any) -> TokensPrompt:
         """Return the prompt of a conversation: its tokens, and its pictures. See `chat`."""
-        return self._chat_inputs([messages], template_options)[0]
+        return self._chat_inputs([messages], _flat_options(template_options))[0]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's defaults (generation_config.json), else SamplingParams()."""
@@ -593,6 +598,12 @@ def _adapter_per_prompt(
             f"There are {count} prompts and {len(lora_request)} LoRA requests."
         )
     return list(lora_request)
+
+
+def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return input of a chat template with that in `chat_template_kwargs`."""
+    flat = dict(options)
+    return {**(flat.pop("chat_template_kwargs", None) or {}), **flat}
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -39,6 +39,25 @@ tk serve gpt2 -tp 1 --dtype half --max_model_len 1k --enable-auto-tool-choice -O
   `mean_ttft_ms`, `p99_itl_ms` and so on. Latencies in them count from sending.
 
 This page is made from the table that the program reads (`make docs`).
+
+## Python
+
+`from toolkit import LLM, SamplingParams` replaces `from vllm import LLM, SamplingParams`, and the
+arguments of `LLM` are translated as the flags below are: `dtype="half"` is float16, and
+`enable_chunked_prefill=True` only logs that it has no effect. [Python](python.md) has tk's own
+interface. These differ:
+
+| vLLM | tk |
+|---|---|
+| `llm.get_tokenizer().apply_chat_template(messages)` | `llm.chat_prompt(messages)`: token ids |
+| `TokensPrompt(prompt_token_ids=ids)` | `{"prompt_token_ids": ids}` |
+| `llm.beam_search(...)[0].sequences` | `llm.beam_search(...)[0].outputs`, without the prompt |
+| `llm.encode(...)` | `llm.embed(...)` |
+| `llm.classify(...)` | the server's `/classify` |
+| `vllm.lora.request.LoRARequest` | `toolkit.LoRARequest` |
+| `vllm.sampling_params.StructuredOutputsParams` | `toolkit.StructuredOutputsParams` |
+| `logits_processors` of `SamplingParams` | a [plug-in](plugins.md) |
+| `llm.sleep()` | `llm.shutdown()` |
 """
 
 
