@@ -147,8 +147,8 @@ class Adapters:
                     + (
                         "for which no memory was taken. Start with --lora-embeddings."
                         if is_end
-                        else "which is no linear layer of this model. It may be for another base "
-                        "model."
+                        else "which is not a linear layer of this model. It may be for another "
+                        "base model."
                     )
                 )
             if (other := modules.setdefault(known, module)) != module:

@@ -118,8 +118,8 @@ def network_url(listener: socket.socket, config: ServerConfig) -> str | None:
 
 def _curl(model: LoadedModel, url: str, config: ServerConfig) -> str:
     """Return a command in one line, to be pasted. KEY stands for a key that no variable has."""
-    name = '"$TK_API_KEY"' if os.environ.get("TK_API_KEY") else "KEY"
-    key = f" -H 'Authorization: Bearer '{name}" if config.api_key else ""
+    name = "$TK_API_KEY" if os.environ.get("TK_API_KEY") else "KEY"
+    key = f' -H "Authorization: Bearer {name}"' if config.api_key else ""
     task = None if model.info.generates or model.info.pooling is None else model.info.pooling.task
     if task == "embed":
         path, body = "embeddings", '{"input": "The sea is calm."}'
