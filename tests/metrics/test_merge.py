@@ -58,6 +58,16 @@ def test_merged_processes_equal_one_that_observed_everything():
     assert merged == {key: pytest.approx(value) for key, value in expected.items()}
 
 
+def test_each_reason_of_an_end_has_a_series_from_the_start():
+    found = samples(Process().metrics.expose())
+    reasons = {
+        dict(labels)["finished_reason"]: value
+        for (name, labels), value in found.items()
+        if name == "tk:request_success_total"
+    }
+    assert reasons == dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
+
+
 def test_merged_creation_time_is_the_earliest():
     processes = [Process(), Process()]
     key = ("tk:generation_tokens_created", frozenset({("model_name", "m"), ("engine", "0")}))

@@ -54,7 +54,8 @@ def test_parser_agrees_with_prometheus_on_tk_metrics(prefix):
         if not name.endswith("_created"):
             assert numbers[name] == pytest.approx(expected[name]), name
     assert found.model == 'a "model" \\ with } and {'
-    assert found.parts["request_success_total"] == {"stop": 33, "length": 17}
+    ended = {"stop": 33, "length": 17, "abort": 0, "error": 0}
+    assert found.parts["request_success_total"] == ended
     assert set(found.histograms) == HISTOGRAMS - set(RENAMED)
     for name in found.histograms:
         for bound, count in cumulative(text, f"{prefix}:{name}").items():

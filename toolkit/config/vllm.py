@@ -283,7 +283,7 @@ SERVE: Table = (
     (Refusal("Give its fields as --hf-overrides."), "--hf-config-path= "),
     (Refusal("Only config.json is read."), "--config-format="),
     (Refusal("Use a checkpoint with tokenizer.json."), "--tokenizer-mode="),
-    (Refusal("Requests are texts, which need the tokenizer."), "--skip-tokenizer-init"),
+    (Refusal("Answers are texts, which need the tokenizer."), "--skip-tokenizer-init"),
     (
         Refusal("A model's folder says what it does. --pooling last, mean or cls adds embeddings."),
         "--pooler-config= --override-pooler-config= --convert= --runner= --task=",

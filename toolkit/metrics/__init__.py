@@ -201,6 +201,8 @@ class Metrics:
             "Finished requests, by the reason of their last answer.",
             "finished_reason",
         )
+        for reason in ("stop", "length", "abort", "error"):  # 0 first: a rate needs two values
+            self._request_success.labels(*self._values, reason)
 
         self._admission_rejections = self._family(
             Counter,
