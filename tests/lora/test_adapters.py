@@ -295,7 +295,7 @@ BROKEN = {
                 t.update({key.replace("layers.0", "layers.9"): t.pop(key)}) for key in list(t)
             ]
         ),
-        "no linear layer of this model. It may be for another base model",
+        "not a linear layer of this model. It may be for another base model",
     ),
     "unknown tensor": (
         change_tensors(lambda t: t.update({"lora_embedding_A": torch.zeros(1)})),
@@ -359,7 +359,9 @@ def test_parts_for_unread_tensors_are_skipped(adapter, checkpoint, tmp_path):
             or t.update({f"{name}_B.weight": torch.ones(32, 4)})
         )
     )(folder)
-    with pytest.raises(CheckpointError, match=r"layers\.4\.self_attn\.k_proj, which is no linear"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.4\.self_attn\.k_proj, which is not a linear"
+    ):
         engine(checkpoint(one.base), {"mine": folder})
     change_tensors(lambda t: [t.pop(key) for key in list(t) if not key.startswith(name)])(folder)
     change_config(target_modules=r".*layers\.4\.self_attn\.k_proj")(folder)
