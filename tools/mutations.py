@@ -248,6 +248,22 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler",
+        "windows-before-anchors-are-reused-first",
+        "toolkit/scheduler/blocks/block_tables.py",
+        "        if index * tokens >= max(request.anchors):\n",
+        "        if request.anchors:\n",
+        ("tests/scheduler/test_groups.py",),
+    ),
+    Mutation(
+        "scheduler",
+        "a-leader-frees-what-its-siblings-begin-with",
+        "toolkit/scheduler/blocks/block_tables.py",
+        "            if request.num_followers and for_followers:\n",
+        "            if request.num_followers < 0:\n",
+        ("tests/scheduler/test_groups.py",),
+    ),
+    Mutation(
+        "scheduler",
         "a-request-is-in-two-stages",
         "toolkit/scheduler/planner.py",
         "            wanted *= rows.in_flight.take(where) == 0\n",
