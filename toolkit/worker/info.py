@@ -45,7 +45,6 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     block_size: int
     groups: tuple[CacheGroup, ...] = ONE_GROUP
     cache_tokens: int  # that fit, in sequences of the full length that decode
-    longest_sequence: int  # that fits
     num_parameters: int
     weight_bytes: int
     cache_bytes: int

@@ -64,7 +64,6 @@ class RandomTokens(Executor):
             num_blocks=max_num_seqs * MAX_MODEL_LEN // BLOCK_SIZE,
             num_host_blocks=0,
             cache_tokens=max_num_seqs * MAX_MODEL_LEN,
-            longest_sequence=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
             num_parameters=0,
             weight_bytes=0,

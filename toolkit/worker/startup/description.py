@@ -33,7 +33,6 @@ def describe_worker(
         num_host_blocks=size.num_host_blocks,
         block_size=config.cache.block_size,
         groups=layout.groups,
-        longest_sequence=min(size.max_model_len, layout.longest(size.num_blocks)),
         cache_tokens=layout.num_tokens(size.num_blocks, size.max_model_len),
         num_parameters=loaded.num_parameters,
         model_parameters=loaded.model_parameters,
