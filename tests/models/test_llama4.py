@@ -80,7 +80,8 @@ def test_chunks_and_scaled_queries_are_shown(case: Case) -> None:
     shown = [line.strip() for line in lines_of(read_folder(case.folder, "m"))]
     [first, _, third] = [line for line in shown if line.startswith("attention: ")]
     assert first.endswith("norm, chunk 24")
-    assert third.endswith("rope_type proportional), queries scaled by position")
+    assert third.endswith("queries scaled by position")
+    assert "rope" not in third
 
 
 def inner(name: str) -> str:

@@ -13,7 +13,7 @@ from tests.scheduler.simulation import (
     make_scheduler,
     run,
 )
-from toolkit.cache_group import CacheGroup, most_pages, most_step
+from toolkit.cache_group import ONE_GROUP, CacheGroup, most_pages, most_step
 from toolkit.scheduler import Request
 
 WINDOW = (CacheGroup(), CacheGroup(window=7))
@@ -98,3 +98,15 @@ def test_a_request_holds_its_windows_and_never_more_than_was_counted(groups, bud
     too_small = make_scheduler(Plan(groups=groups, budget=budget, num_blocks=most - 1))
     with pytest.raises(ValueError, match=f"in {most} pages, and all of it has {most - 1}"):
         too_small.add(make_request("1", [2] * 20, max_tokens=20))
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, WINDOW])
+def test_a_leader_is_swapped_while_its_siblings_wait(groups):
+    first = make_request("first", [2] * 12, max_tokens=28, ignore_eos=True)
+    leader = make_request("0", [3] * 12, max_tokens=28, ignore_eos=True)
+    sibling = make_request("1", [3] * 12, max_tokens=28, ignore_eos=True, leader=leader, seed=1)
+    plan = Plan(groups=groups, num_blocks=17, num_host_blocks=40, max_num_seqs=2)
+    plan.arrivals = [(0, [first, leader, sibling])]
+    outcome = run(plan)
+    assert outcome.num_swaps > 0
+    assert all(one.output_token_ids == expected_answer(one)[0] for one in plan.requests)

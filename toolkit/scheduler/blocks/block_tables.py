@@ -187,8 +187,7 @@ class BlockTables:
         positions, for_followers: see `trim`; unused if no group frees tokens. Append (row, column,
         page) of each page to `new_blocks`. Return the tokens for which each request has pages then.
         None, with no page given: too few are free."""
-        if self._freeing:
-            self.trim(requests, positions, for_followers=for_followers)
+        self.trim(requests, positions, for_followers=for_followers)
         needs = []
         for g, tokens in enumerate(self.page_tokens):
             tables = [request.blocks[g] for request in requests]
@@ -232,6 +231,8 @@ class BlockTables:
 
         positions: of the first token that a later step may compute. Drafts may be wrong, so it is
         no later than the newest known token. for_followers: keep what siblings begin with."""
+        if not self._freeing:
+            return
         kept: list[int] = []
         idle: list[int] = []
         for request, position in zip(requests, positions, strict=True):
