@@ -232,14 +232,6 @@ def _first_failure(folder: Path, paths: Iterable[str]) -> str:
 MUTATIONS = (
     Mutation(
         "scheduler",
-        "blocks-are-not-released",
-        "toolkit/scheduler/running.py",
-        "        self._blocks.release(request)\n",
-        "",
-        ("tests/scheduler/test_scheduler.py",),
-    ),
-    Mutation(
-        "scheduler",
         "prefixes-ignore-the-salt",
         "toolkit/scheduler/blocks/block_pool.py",
         'b"".join((parent, tokens, extra.encode()))',
@@ -252,14 +244,6 @@ MUTATIONS = (
         "toolkit/scheduler/blocks/block_tables.py",
         "        if index * tokens >= max(request.anchors):\n",
         "        if request.anchors:\n",
-        ("tests/scheduler/test_groups.py",),
-    ),
-    Mutation(
-        "scheduler",
-        "a-leader-frees-what-its-siblings-begin-with",
-        "toolkit/scheduler/blocks/block_tables.py",
-        "            if request.num_followers and for_followers:\n",
-        "            if request.num_followers < 0:\n",
         ("tests/scheduler/test_groups.py",),
     ),
     Mutation(
