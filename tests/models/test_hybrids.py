@@ -389,10 +389,10 @@ def test_random_requests_equal_those_alone(folder):
         llm.shutdown()
         assert num_hits() > 1500
         if limits is random_states.SMALL:
-            assert num_preempted() > 25
+            assert num_preempted() > 15
             assert not num_swapped()
         else:
-            assert num_preempted() - 10 > num_swapped() > 10
+            assert num_preempted() > num_swapped() > 3
     assert found == expected
 
 
