@@ -1,6 +1,6 @@
 """Random requests to a model with states or windows, compared with a run without caching.
 
-The suite asks 160. A soak asks more, and kills the core every so many. Preempted requests are
+The suite asks 300. A soak asks more, and kills the core every so many. Preempted requests are
 recomputed in a half of it, and swapped in the other, as far as the host has room:
 
     python -m tests.models.random_states --requests 10000 --kill-every 3000 --drafts

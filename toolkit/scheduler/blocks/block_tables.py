@@ -22,7 +22,7 @@ class Cached:
     length: int
     tables: list[list[int]]
     branch: int = 0
-    """Tokens after which other requests part from it: more, where windows are missing."""
+    """Tokens that another request has, too: `length`, or more if their windows are lost."""
 
 
 class BlockTables:
@@ -46,7 +46,7 @@ class BlockTables:
         self.host_pool = HostBlockPool(num_host_blocks)
         self.page_tokens = [block_size * group.blocks_per_page for group in self.groups]
         self.grain = math.lcm(*self.page_tokens)
-        """Cached prefixes are multiples of it, tokens."""
+        """Tokens; lengths of cached prefixes are multiples of it."""
         self._tags = [UNTAGGED, *(bytes([g]) for g in range(1, len(self.groups)))]
         self._columns = first_columns(self.groups, block_size, max_model_len)
         self._freeing = [g for g, group in enumerate(self.groups) if group.frees]
