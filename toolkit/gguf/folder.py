@@ -1,4 +1,6 @@
-"""Read the small files of a model: from its folder, or from the GGUF file that stands for one."""
+"""Read the small files of a model: from its folder, or from the GGUF file that stands for one.
+
+Some files of a folder in CTranslate2's format are derived from it."""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from toolkit.ctranslate2 import whisper
+from toolkit.ctranslate2.file import is_ctranslate2
 from toolkit.files import read_text
 from toolkit.gguf.config import read_config
 from toolkit.gguf.file import GGUF, read_gguf
@@ -30,10 +34,12 @@ def is_gguf(path: Path) -> bool:
 def read_file(folder: Path, name: str) -> str | None:
     """Return the text of a model's file; None if there is none of that name.
 
-    Raises OSError or UnicodeDecodeError if it cannot be read, CheckpointError for a bad GGUF file.
-    """
+    Raises OSError or UnicodeDecodeError if it cannot be read, CheckpointError for a bad GGUF file
+    or `model.bin`."""
     if is_gguf(folder):
         return made_file(read_gguf(folder), name) if name in MADE_FILES else None
+    if name in whisper.MADE_FILES and is_ctranslate2(folder):
+        return whisper.made_file(folder, name)
     path = folder / name
     return read_text(path) if path.is_file() else None
 

@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from toolkit.ctranslate2 import whisper
+from toolkit.ctranslate2.file import MODEL_FILE, is_ctranslate2
 from toolkit.errors import CheckpointError, PluginError
 from toolkit.files import parse_json, read_json, read_text
 from toolkit.gguf.config import named_tensors
@@ -35,7 +37,7 @@ TYPES = {
     "F8_E4M3": "fp8",
     "F8_E5M2": "fp8",
 }  # our names for safetensors' types
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.gguf", MODEL_FILE)
 _NOT_IN_ENCODERS = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids")
 _ENCODER_TABLES = "_embeddings."
 
@@ -272,10 +274,19 @@ def read_folder(folder: Path, name: str) -> Checkpoint:
         }
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
-    tensors = [
-        tensor for file in _weight_files(folder, files) for tensor in read_header(folder / file)
-    ]
+    tensors = (
+        _ctranslate2_tensors(folder)
+        if is_ctranslate2(folder)
+        else [one for file in _weight_files(folder, files) for one in read_header(folder / file)]
+    )
     return Checkpoint(name, raw, files, tuple(tensors), folder, partial(_read_text, folder))
+
+
+def _ctranslate2_tensors(folder: Path) -> list[Tensor]:
+    return [
+        Tensor(one.name, TYPES.get(one.kind, one.kind), one.shape, one.num_bytes)
+        for one in whisper.named_tensors(whisper.read_whisper(folder))
+    ]
 
 
 def gguf_checkpoint(

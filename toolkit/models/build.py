@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from toolkit.config import ModelConfig
+from toolkit.ctranslate2.file import is_ctranslate2
 from toolkit.distributed import splits_experts
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.gguf.folder import is_gguf
@@ -33,9 +34,10 @@ def load_config(folder: Path, settings: ModelConfig = DEFAULTS) -> ArchitectureC
     """Read a folder's config.json. Raises CheckpointError if it is unreadable or unsupported."""
     raw = read_config(folder, settings.overrides)
     path = folder if is_gguf(folder) else folder / "config.json"
-    if is_gguf(folder) and settings.model_impl == "transformers":
+    other = "a GGUF file" if is_gguf(folder) else "CTranslate2's" * is_ctranslate2(folder)
+    if other and settings.model_impl == "transformers":
         raise ConfigError(
-            f"--model-impl transformers: Transformers cannot run {folder}, a GGUF file. Use the "
+            f"--model-impl transformers: Transformers cannot run {folder}, {other}. Use the "
             f"original model.",
             param="model_impl",
         )

@@ -61,6 +61,9 @@ class GGUFStored(StoredTensor):
             return self.shape[1:]
         return (self.row_bytes if self.read_columns is None else self.read_columns.count,)
 
+    def slot_for(self, slot: Slot) -> Slot:
+        return slot_of(self, slot)
+
     def part(self, region: Sequence[Shard]) -> StoredTensor:
         """Return a region: any rows, and any columns. Blocks are read whole: see `skipped`."""
         if self.heads is not None and self.chosen is None and region:

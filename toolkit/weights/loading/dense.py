@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 
 from toolkit.distributed import full_shard
-from toolkit.gguf.folder import is_gguf
 from toolkit.weights.formats import Packing, Packings
-from toolkit.weights.gguf import reader as gguf
 from toolkit.weights.groups import Decoded
 from toolkit.weights.loading.collected import Projection
 from toolkit.weights.loading.loader import stored_tensors
@@ -45,7 +43,7 @@ def read_dense(
         for own in slots:
             own.announce()
             part = tensor.part(own.region)
-            found.append((part, gguf.slot_of(part, own) if is_gguf(folder) else own))
+            found.append((part, part.slot_for(own)))
     read_into(found, threading.Event())
     return dense
 

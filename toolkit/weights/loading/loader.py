@@ -12,9 +12,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from toolkit.ctranslate2.file import is_ctranslate2
 from toolkit.errors import CheckpointError, did_you_mean
 from toolkit.files import read_json
 from toolkit.gguf.folder import is_gguf
+from toolkit.weights.formats import ctranslate2
 from toolkit.weights.gguf import reader as gguf
 from toolkit.weights.loading.collected import CollectedSlot
 from toolkit.weights.loading.safetensors import StoredTensor, read_header, read_into
@@ -89,7 +91,7 @@ def find_weights(
         if tensors:
             table = _SlotTable(model, {one.name: one.shape for one in tensors}, elsewhere)
             found = [
-                (part, gguf.slot_of(part, slot) if is_gguf(folder) else slot)
+                (part, part.slot_for(slot))
                 for tensor in tensors
                 for slot in table.find(tensor.file, tensor.name, tensor.shape)
                 for part in (tensor.part(slot.region),)
@@ -209,9 +211,13 @@ def _fill_dummy(model: Loadable, seed: int, _stop: threading.Event) -> None:
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:
-    """Return the tensors of a checkpoint's safetensors or GGUF files; none if it has others."""
+    """Return the tensors of a checkpoint's safetensors, GGUF or CTranslate2's files.
+
+    None of them if it has others."""
     if is_gguf(folder):
         return gguf.read_header(folder)
+    if is_ctranslate2(folder):
+        return ctranslate2.read_header(folder)
     files = _weight_files(folder, "model", "safetensors")
     found = [tensor for file in files for tensor in read_header(file)]
     return [replace(one, name=text_name(one.name)) for one in found]

@@ -84,6 +84,10 @@ class StoredTensor:
             )
         return DTYPES[self.kind]
 
+    def slot_for(self, slot: Slot) -> Slot:
+        """Return the destination of the tensor as it is stored. `slot`: of its plain values."""
+        return slot
+
     def view(self, content: memoryview) -> torch.Tensor:
         """Return the tensor in the content of its file, without a copy if it is aligned."""
         dtype, start = self.dtype, self.start
