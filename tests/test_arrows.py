@@ -59,6 +59,7 @@ ARROWS = {
     "client": set(),
     "text": {"gguf", "hardware"},
     "pictures": {"hardware"},
+    "speech": {"gguf"},
     "sampling": {"hardware", "kernels"},
     "scheduler": {"sampling"},
     "attention": {"kernels"},

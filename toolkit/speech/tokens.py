@@ -59,7 +59,7 @@ class SpeechTokens(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class HearingInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """What a model hears, found at start-up."""
+    """Tokens and limits of a model that hears, found at start-up."""
 
     tokens: SpeechTokens
     seconds: float = 30.0  # longest clip
