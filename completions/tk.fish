@@ -86,6 +86,8 @@ complete -c tk -n "__tk_at 'tk serve'" -l max-queue-tokens -x -d 'Maximum number
 complete -c tk -n "__tk_at 'tk serve'" -l max-requests-per-key -x -d 'Maximum number of open requests per API key, or per client address without keys'
 complete -c tk -n "__tk_at 'tk serve'" -l requests-per-minute -x -d 'Maximum number of requests per minute and API key (or address), counted in the same way'
 complete -c tk -n "__tk_at 'tk serve'" -l request-timeout -x -d 'Seconds after which an unfinished request ends with an error'
+complete -c tk -n "__tk_at 'tk serve'" -l max-audio-mb -x -d 'Largest sound file of a request, in MiB'
+complete -c tk -n "__tk_at 'tk serve'" -l max-audio-seconds -x -d 'Longest sound of a request, in seconds'
 complete -c tk -n "__tk_at 'tk serve'" -l shutdown-timeout -x -d 'Seconds for running requests to finish after SIGTERM or Ctrl-C'
 complete -c tk -n "__tk_at 'tk serve'" -l idle-timeout -x -d 'Seconds without a request after which the server ends'
 complete -c tk -n "__tk_at 'tk serve'" -l api-workers -x -d 'Processes that serve HTTP'

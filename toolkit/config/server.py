@@ -124,6 +124,19 @@ class ServerConfig:
         "Seconds after which an unfinished request ends with an error. Default: no limit.",
         minimum=0.001,
     )
+    max_audio_mb: int = option(
+        256,
+        "Largest sound file of a request, in MiB. Beyond 1 MiB it is on disk while the request "
+        "runs (TMPDIR).",
+        minimum=1,
+        maximum=16384,
+    )
+    max_audio_seconds: int = option(
+        14400,
+        "Longest sound of a request, in seconds.",
+        minimum=1,
+        maximum=86400,
+    )
     shutdown_timeout: float = option(
         120.0, "Seconds for running requests to finish after SIGTERM or Ctrl-C.", minimum=0.0
     )

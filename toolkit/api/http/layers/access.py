@@ -20,7 +20,7 @@ from toolkit.api.http.layers.security import (
     check_headers,
     missing_key,
 )
-from toolkit.api.http.routes import Access
+from toolkit.api.http.routes import Access, Body
 from toolkit.api.http.server import Server
 from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitError
 
@@ -28,7 +28,8 @@ from toolkit.errors import InvalidRequestError, ServerUnavailableError, ToolkitE
 class AccessControl:
     """ASGI layer in front of the routes. Refuses a request before its body is read.
 
-    `scope["state"]` has `access`, which the request needs, and `takes_body`."""
+    `scope["state"]` has `access`, which the request needs, and `body_kind`. A route of forms finds
+    there its `body`, an IncomingBody."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         config = server.config
@@ -52,8 +53,10 @@ class AccessControl:
 
         try:
             with self._admit(scope, headers), self._memory.body() as body:
-                if scope["state"]["takes_body"]:  # another one is discarded after the answer
+                scope["state"]["body"] = body
+                if scope["state"]["body_kind"] is Body.JSON:
                     receive = await _read(headers, receive, body)
+                # A body that no route reads is discarded after the answer.
                 await self.app(scope, receive, send_and_note)
         except ToolkitError as error:
             if has_started:

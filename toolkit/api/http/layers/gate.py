@@ -62,7 +62,7 @@ class Gate:
         if is_below and not self._routes.has(path):  # the proxy has not stripped it
             scope, path = {**scope, "path": path}, path.removeprefix(self._root_path)
         state["access"] = self._routes.find(scope["method"], path)
-        state["takes_body"] = self._routes.takes_body(method, path)
+        state["body_kind"] = self._routes.body(method, path)
         scope[SERVER_SEND] = send
         address = scope.get("client")
         record = RequestStats(time.monotonic(), address[0] if address else "")

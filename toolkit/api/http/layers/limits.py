@@ -6,8 +6,8 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from starlette.types import Receive
 
@@ -106,35 +106,49 @@ class IncomingBody:
     async def read(self, receive: Receive) -> bytes:
         """Receive the complete body.
 
-        Raises BodyTooLargeError, BodiesTooLargeError, BodyTimeoutError, ClientDisconnectedError,
-        and InvalidRequestError for JSON with too many or too deeply nested values."""
+        Raises the errors of `arriving`, BodyTooLargeError, ClientDisconnectedError, and
+        InvalidRequestError for JSON with too many or too deeply nested values."""
         chunks, size, more = [], 0, True
-        self._memory.add(self)
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT) as self._timeout:
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnectedError
-                    chunks.append(message.get("body", b""))
-                    size += len(chunks[-1])
-                    more = message.get("more_body", False)
-                    check_length(size)
-                    if (needed := max(0, size - FREE_BODY) - self._used) > 0:
-                        self._memory.use(needed)
-                        self._used += needed
-        except TimeoutError:
-            if self._is_ended:
-                raise BodiesTooLargeError(_NO_MEMORY) from None
-            raise BodyTimeoutError(f"The body did not arrive within {BODY_TIMEOUT:g} s.") from None
-        finally:
-            self._memory.remove(self)
+        async with self.arriving(BODY_TIMEOUT):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnectedError
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                more = message.get("more_body", False)
+                check_length(size)
+                self.hold(size)
         body = b"".join(chunks)
         check_shape(body)
         return body
 
+    @asynccontextmanager
+    async def arriving(self, seconds: float) -> AsyncIterator[None]:
+        """Receive the body within the block, in limited time.
+
+        Raises BodyTimeoutError, and BodiesTooLargeError if it has to give way to others."""
+        self._memory.add(self)
+        try:
+            async with asyncio.timeout(seconds) as self._timeout:
+                yield
+        except TimeoutError:
+            if self._is_ended:
+                raise BodiesTooLargeError(_NO_MEMORY) from None
+            raise BodyTimeoutError(f"The body did not arrive within {seconds:g} s.") from None
+        finally:
+            self._memory.remove(self)
+
+    def hold(self, size: int) -> None:
+        """Use memory for the `size` bytes of the body that are stored now.
+
+        Raises BodiesTooLargeError."""
+        needed = max(0, size - FREE_BODY) - self._used
+        self._memory.use(needed)
+        self._used += needed
+
     def end(self) -> None:
-        """Let `read` raise BodiesTooLargeError, and free the memory."""
+        """Let `arriving` raise BodiesTooLargeError, and free the memory."""
         assert self._timeout is not None
         self._is_ended = True
         with suppress(RuntimeError):  # its time is over now, too
