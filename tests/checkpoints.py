@@ -50,7 +50,7 @@ _SEEING = (
     "SmolVLM",
     "InternVL",
 )  # with a tower
-_HEADS = {"GPT2": "GPT2LMHeadModel"} | {
+_HEADS = {"GPT2": "GPT2LMHeadModel", "Whisper": "WhisperForConditionalGeneration"} | {
     family: f"{family.removesuffix('Seeing')}ForConditionalGeneration" for family in _SEEING
 }
 _VECTORS = ("sinks", "class_embedding", "lambda_1", "lambda_2", "A_log")
@@ -91,7 +91,7 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
     torch.manual_seed(0)
     head = getattr(transformers, head_name(family))
     # Some versions choose SDPA for Gemma 2, which ignores its soft cap.
-    config = config_class(**ids, **settings, attn_implementation="eager")
+    config = config_class(**ids | settings, attn_implementation="eager")
     model = head(config).eval()
     has_offset = family.startswith(_OFFSET_NORMS) and family != "Gemma4"
     norm_mean = 0.0 if has_offset else 1.0

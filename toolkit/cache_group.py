@@ -7,18 +7,24 @@ import msgspec
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
-    """Layers that read the same tokens: all, or those near the one that reads.
+    """Layers that read the same tokens: all, those near the one that reads, or a feature's.
 
     A page of the pool has the keys and values of some blocks of tokens, in all layers of one group.
-    Pages of all groups have as many bytes."""
+    Pages of all groups have as many bytes. A request has all pages of its feature from its
+    admission to its end; requests with the same feature share them."""
 
     window: int = 0  # tokens that a token reads, with itself; 0: all
     chunk: int = 0  # a token reads those of its chunk of so many tokens; 0: all
     blocks_per_page: int = 1
+    feature: int = 0
+    """Tokens of a feature that the request's own tokens read, such as a clip; 0: they read
+    themselves."""
 
     @property
     def kept(self) -> str:
         """The tokens that are kept, in words."""
+        if self.feature:
+            return f"the {self.feature:,} tokens of a clip"
         if self.frees:
             kind = f"chunks of {self.chunk:,}" if self.chunk else f"windows of {self.window:,}"
             return f"{kind} tokens"
@@ -46,7 +52,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
     def most_pages(self, block_size: int, length: int, step: int) -> int:
         """Return the most pages of a sequence if `step` tokens at most are new or not known."""
         tokens = block_size * self.blocks_per_page
-        whole = -(-length // tokens)
+        whole = -(-(self.feature or length) // tokens)
         if not self.frees:
             return whole
         # Neither the first nor the last kept token need be at a page's edge.
@@ -62,7 +68,8 @@ def first_columns(groups: Sequence[CacheGroup], block_size: int, max_model_len: 
     """Return the first column of each group's pages in a block table, and the number of all."""
     columns = [0]
     for group in groups:
-        columns.append(columns[-1] - (-max_model_len // (block_size * group.blocks_per_page)))
+        tokens = block_size * group.blocks_per_page
+        columns.append(columns[-1] - (-(group.feature or max_model_len) // tokens))
     return columns
 
 

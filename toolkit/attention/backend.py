@@ -98,6 +98,8 @@ class AttentionBatch:
     (see `toolkit.kernels.triton.pdl`)."""
     layer_inputs: torch.Tensor | None = None
     """[num_tokens, num_layers · size], numbers that layers read of each token (`LayerInputs`)."""
+    feature: AttentionBatch | None = None
+    """The step as layers see it whose tokens read a feature of their request (`of_feature`)."""
     plan: dict[Hashable, Any] = field(default_factory=dict)  # computed once, for all layers
 
     @property
@@ -107,6 +109,19 @@ class AttentionBatch:
         Their states begin with zeros, whatever is in the slot that they read."""
         lengths = self.query_start_loc[1:] - self.query_start_loc[:-1]
         return self.seq_lens <= lengths
+
+    def of_feature(self, num_tokens: int) -> AttentionBatch:
+        """Return the batch of tokens that see all tokens of a feature, in a group's blocks."""
+        sees_all = torch.full_like(self.positions, num_tokens - 1)
+        return replace(
+            self,
+            seq_lens=torch.where(self.seq_lens > 0, num_tokens, 0).int(),
+            max_seq_len=num_tokens,
+            last_key=None if self.max_query_len == 1 else sees_all,
+            verifies=False,
+            feature=None,
+            plan={},
+        )
 
     def of_wanted(self) -> AttentionBatch:
         """Return the batch of the wanted tokens alone, each as a request of one token.

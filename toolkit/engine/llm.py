@@ -490,7 +490,8 @@ class LLM:
     def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> bool:
         """Run a step. Return True if a sequence has ended."""
         self._require_running()
-        if isinstance(self._core, EngineCore) and self._inputs.pictures is not None:
+        has_features = self._inputs.pictures is not None or self.info.hearing is not None
+        if has_features and isinstance(self._core, EngineCore):
             self._give_features(self._core)
         try:
             message = self._core.step()[0]
@@ -507,7 +508,7 @@ class LLM:
         return bool(changes.finished)
 
     def _give_features(self, core: EngineCore) -> None:
-        """Load the pictures that the core asks for. If no request can run, wait for the next."""
+        """Load the features that the core asks for. If no request can run, wait for the next."""
         for _, message in core.pop_messages():
             if isinstance(message, NeedFeature):
                 loading = self._features.load(message.digest)

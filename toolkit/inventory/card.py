@@ -224,10 +224,10 @@ def _shape(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _windows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Say which tokens layers keep, if some keep only those near the newest."""
+    """Say which tokens layers keep, if some do not keep all of a request's."""
     memory = (one for one in checkpoint.description.memory if isinstance(one, TokenMemory))
-    counts = Counter(CacheGroup(one.window, one.chunk) for one in memory)
-    if not any(group.frees for group in counts):
+    counts = Counter(CacheGroup(one.window, one.chunk, feature=one.feature) for one in memory)
+    if not any(group.frees or group.feature for group in counts):
         return []
     parts = (group.kept_by(count) for group, count in counts.most_common())
     return [("KV cache", ", ".join(parts))]

@@ -140,6 +140,7 @@ def as_fields(name: str, result: Estimate) -> dict[str, Any]:
             {
                 "window": group.window,
                 "chunk": group.chunk,
+                "feature": group.feature,
                 "page_tokens": group.blocks_per_page * result.block_size,
                 "padding": result.layout.padding(g),
             }
@@ -179,15 +180,17 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         return [*facts, ("context", f"{result.max_model_len:,} tokens; an encoder has no KV cache")]
     per_token = f"{size(result.cache / result.num_tokens)} each"
     about = "about " if result.is_approximate else ""
-    frees = any(group.frees for group in result.layout.groups)
-    length = f" in sequences of {result.max_model_len:,}" if frees else ""
+    groups = result.layout.groups
+    differs = any(group.frees or group.feature for group in groups)
+    length = f" in sequences of {result.max_model_len:,}" if differs else ""
     text = f"{about}{size(result.cache)}: {about}{result.num_tokens:,} tokens, {per_token}{length}"
     facts += [("KV cache", text)]
     requests, snapshots, state_bytes = result.states
     if state_bytes:
         text = f"{size(state_bytes)} each: {requests} of requests (--max-num-seqs), {snapshots}"
         facts += [("states", f"{text} after prompts (--state-cache-gib)")]
-    windows = [("windows", _windows(result))] if frees else []
+    name = "clips" if any(group.feature for group in groups) else "windows"
+    windows = [(name, _groups(result))] if differs else []
     sequences = f": {result.num_sequences:.1f} sequences of that length" if result.fits else ""
     return [
         *facts,
@@ -201,7 +204,7 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
     ]
 
 
-def _windows(result: Estimate) -> str:
+def _groups(result: Estimate) -> str:
     """Return what each group of layers keeps, and what a sequence takes, in lines."""
     layout = result.layout
     lines = []
@@ -212,8 +215,9 @@ def _windows(result: Estimate) -> str:
         pages = f"pages of {group.blocks_per_page * result.block_size} tokens{unused}"
         lines.append(f"{group.kept_by(num_layers)}, in {pages}")
     decode, most = map(size, result.sequence_bytes)
+    clip = " with their clip" if any(group.feature for group in layout.groups) else ""
     lines += [
-        f"{result.max_model_len:,} tokens take {decode}; while a prompt is computed, up to {most} "
+        f"{result.max_model_len:,} tokens{clip} take {decode}; while a prompt is computed, up to {most} "
         "(--max-num-batched-tokens)"
     ]
     return "\n".join(lines)

@@ -140,6 +140,7 @@ def _memory(memory: Memory) -> str:
     if isinstance(memory, TokenMemory):
         of = f"of the newest {memory.window:,} tokens" if memory.window else "token"
         of += f" of the newest chunk of {memory.chunk:,}" if memory.chunk else ""
+        of += f" of a clip of {memory.feature:,} tokens" if memory.feature else ""
     parts = " and ".join(
         f"{part.num_heads} x {part.size * max(1, part.last_tokens)}" for part in memory.parts
     )

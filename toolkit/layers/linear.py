@@ -75,7 +75,7 @@ class Linear(nn.Module):
             self.weight = new_packed_weight(counts, columns, self.packings, self._cuts_blocks)
         else:
             self.weight = new_weight(sum(counts), columns.count)
-        self.bias = parameter(torch.empty(self.weight.shape[0])) if bias else None
+        self.bias = parameter(torch.zeros(self.weight.shape[0])) if bias else None
         # Only the first rank adds the bias to a sum over the ranks.
         is_first = columns.is_full or self.group.rank == 0
         self._end = Epilogue(self.bias if is_first else None, activation, gated)
@@ -139,7 +139,7 @@ class Linear(nn.Module):
         else:
             shards = shard, self.columns
             slots |= packed_slots(self.weight, source.name, packing, rows, shards, order)
-        if self.bias is not None:
+        if self.bias is not None and source.has_bias:
             slots["bias"] = Slot(self.bias[rows], shards=(shard,), order=order)
         return slots
 

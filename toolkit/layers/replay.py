@@ -101,6 +101,8 @@ class Replay:
             rope=tuple(others),
             layer_inputs=layer_inputs,
         )
+        if batch.feature is not None:
+            own.feature = own.of_feature(batch.feature.max_seq_len)
         try:
             program, out = self._recorder.record(lambda: layers(own_x, own))
         except UnrecordableError:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from toolkit.attention import AttentionBatch
-from toolkit.distributed import current_group, current_stage
+from toolkit.distributed import SINGLE, SINGLE_STAGE, current_group, current_stage, parallel
 from toolkit.kernels.table import kernels_for
 from toolkit.layers import Embedding, Join, Norm, OutputHead, Stream, VocabularyEmbedding
 from toolkit.layers.replay import Replay
 from toolkit.models import describe
+from toolkit.models.audio_encoder import AudioEncoderModule
 from toolkit.models.layer_inputs import LayerInputs
-from toolkit.models.mix import AttentionMix, Mix, build_mix
+from toolkit.models.mix import AttentionMix, Mix, build_mix, find_module
 from toolkit.models.model import CausalLM, Keeper
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.rotary import RotaryTables
@@ -144,6 +145,7 @@ class Decoder(CausalLM):
         )
         norms = [_norm(description.norm)] if self.stage.is_last else []
         self.last = Join(hidden, norms, *_after(before[-1]))
+        self.encoder = _encoder(description)
         self._place_rows = kernels_for(target_device()).place_rows
         # What experts compute depends on the numbers of a step.
         self._can_record = (
@@ -164,6 +166,8 @@ class Decoder(CausalLM):
         if self.layer_inputs is not None:
             embedded = x if hidden is None else self._embed(token_ids, batch)
             batch.layer_inputs = self.layer_inputs(token_ids, embedded)
+        if self.encoder is not None:
+            batch.feature = batch.of_feature(self.encoder.num_rows)
         if self.taps is not None:
             return self._run_tapped(x, batch, self.taps)
         if self._replay is None or batch.features is not None:
@@ -293,6 +297,15 @@ def _share_memory(
                 mix.read(*(one for one in source if isinstance(one, AttentionMix)))
                 found = True
     return found
+
+
+def _encoder(description: describe.Decoder) -> AudioEncoderModule | None:
+    """Build the encoder of features, complete on each rank; None if there is none."""
+    if description.encoder is None:
+        return None
+    with parallel(SINGLE, SINGLE_STAGE):
+        encoder: AudioEncoderModule = find_module(description.encoder)(description.encoder)
+    return encoder
 
 
 def _norm(norm: describe.Norm) -> Norm:

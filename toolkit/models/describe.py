@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from toolkit.errors import CheckpointError
 from toolkit.kernels.gates import Gate
@@ -238,7 +238,7 @@ class Attention(Mix):
         kv = self.num_kv_heads * self.head_size
         for source, rows in zip((self.q, self.k, self.v), (self.width, kv, kv), strict=True):
             if source is not None:
-                yield source, rows, hidden, self.bias
+                yield source, rows, hidden, self.bias and source.has_bias
         if self.gate is not None:
             yield self.gate, self.width, hidden, self.bias
         yield self.out, hidden, self.width, self.out_bias
@@ -247,6 +247,39 @@ class Attention(Mix):
     def width(self) -> int:
         """Number of features of all queries."""
         return self.num_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention(Mix):
+    """Attention to the rows that the decoder's encoder has computed of a feature.
+
+    Keys and values are products of these rows, computed once for each feature."""
+
+    module: ClassVar[str] = "toolkit.models.cross_attention:CrossAttentionMix"
+    num_heads: int
+    head_size: int
+    q: Source
+    k: Source
+    v: Source
+    out: Source
+    scale: float
+    feature: int  # rows of a feature
+    bias: bool = False  # of queries, keys and values
+    out_bias: bool = False
+
+    @property
+    def memory(self) -> TokenMemory:
+        return TokenMemory.of_keys(self.num_heads, self.head_size, feature=self.feature)
+
+    @property
+    def width(self) -> int:
+        """Number of features of all heads."""
+        return self.num_heads * self.head_size
+
+    def projections(self, hidden: int) -> Iterator[tuple[Source, int, int, bool]]:
+        for source in (self.q, self.k, self.v):
+            yield source, self.width, hidden, self.bias and source.has_bias
+        yield self.out, hidden, self.width, self.out_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,6 +678,19 @@ class LayerInputs:
         yield from _norm_parameters(self.norm, None)
 
 
+class FeatureEncoder(Protocol):
+    """An encoder of features, which cross-attention reads."""
+
+    module: ClassVar[str]  # the class of its module, "package.module:class"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a feature."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield the tensors of a checkpoint."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """A decoder with causal attention."""
@@ -666,6 +712,8 @@ class Decoder:
     """Axis of each rotated pair, for tokens with several positions; empty: they have one."""
 
     layer_inputs: LayerInputs | None = None
+    encoder: FeatureEncoder | None = None
+    """Encoder of the feature that each prompt has, such as a clip. None: prompts have none."""
 
     @property
     def longest(self) -> int:
@@ -716,6 +764,8 @@ class Decoder:
             yield Parameter(f"{self.positions.name}.weight", shape, "positions")
         if self.layer_inputs is not None:
             yield from self.layer_inputs.parameters(self.num_layers, hidden)
+        if self.encoder is not None:
+            yield from self.encoder.parameters()
         for index, layer in enumerate(self.layers):
             for branch in chain.from_iterable(layer):
                 yield from _branch_parameters(branch, hidden, index)

@@ -11,6 +11,8 @@ from itertools import product
 from math import lcm
 from typing import Literal, Self
 
+from msgspec import structs
+
 from toolkit.cache_group import ONE_GROUP, CacheGroup, longest_sequence, most_pages
 
 StateType = Literal["float32", "bfloat16"]
@@ -57,11 +59,16 @@ class TokenMemory:
     chunk: int = 0
     """A token reads those of its chunk alone, which begins at a multiple of `chunk` tokens; 0: not.
     """
+    feature: int = 0
+    """Tokens of a feature, whose encoder writes them; all tokens of a request read them. 0: tokens
+    write their own."""
 
     @classmethod
-    def of_keys(cls, num_kv_heads: int, head_size: int, window: int = 0, chunk: int = 0) -> Self:
+    def of_keys(
+        cls, num_kv_heads: int, head_size: int, window: int = 0, chunk: int = 0, feature: int = 0
+    ) -> Self:
         """Return the memory of keys and values."""
-        return cls((Part(num_kv_heads, head_size),) * 2, window, chunk)
+        return cls((Part(num_kv_heads, head_size),) * 2, window, chunk, feature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +138,11 @@ class MemoryLayout:
 
         most_step: see `cache_group.most_step`. Layers whose windows are no shorter than sequences
         keep all tokens, as do all layers next to states, and those that a drafter follows."""
-        reaches = dict.fromkeys(_reach(one, max_model_len) for one in self.of_tokens)
+        kinds = dict.fromkeys(_kind(one, max_model_len) for one in self.of_tokens)
         has_states = any(isinstance(one, RowMemory) for one in self.layers)
-        if has_states or (self.drafter and (0, 0) not in reaches):
-            reaches = dict.fromkeys([(0, 0)])
-        found = tuple(CacheGroup(*reach) for reach in sorted(reaches)) or ONE_GROUP
+        if has_states or (self.drafter and CacheGroup() not in kinds):
+            kinds = dict.fromkeys([CacheGroup(), *(one for one in kinds if one.feature)])
+        found = tuple(sorted(kinds, key=_rank)) or ONE_GROUP
         if len(found) > 1:
             counts = min(
                 product(range(1, MOST_BLOCKS + 1), repeat=len(found)),
@@ -263,20 +270,28 @@ class MemoryLayout:
         return [one for one in layers if isinstance(one, TokenMemory)]
 
 
-def _reach(memory: TokenMemory, max_model_len: int) -> tuple[int, int]:
-    """Return the (window, chunk) of a layer; (0, 0): it keeps all tokens."""
-    reach = memory.window, memory.chunk
-    return reach if 0 < max(reach) < max_model_len else (0, 0)
+def _kind(memory: TokenMemory, max_model_len: int) -> CacheGroup:
+    """Return a layer's group, with one block in a page."""
+    if memory.feature:
+        return CacheGroup(feature=memory.feature)
+    frees = 0 < max(memory.window, memory.chunk) < max_model_len
+    return CacheGroup(memory.window, memory.chunk) if frees else CacheGroup()
+
+
+def _rank(group: CacheGroup) -> tuple[int, int, int]:
+    """Return the place of a group: that of all tokens first, features last."""
+    return group.feature, group.window, group.chunk
 
 
 def _group_of(memory: TokenMemory, groups: Sequence[CacheGroup]) -> int:
-    reaches = [(one.window, one.chunk) for one in groups]
-    own = memory.window, memory.chunk
-    return reaches.index(own) if own in reaches else 0
+    ranks = [_rank(one) for one in groups]
+    own = memory.feature, memory.window, memory.chunk
+    return ranks.index(own) if own in ranks else 0
 
 
 def _with_counts(groups: tuple[CacheGroup, ...], counts: tuple[int, ...]) -> tuple[CacheGroup, ...]:
     """Return groups with these numbers of blocks in a page."""
     return tuple(
-        CacheGroup(one.window, one.chunk, count) for one, count in zip(groups, counts, strict=True)
+        structs.replace(one, blocks_per_page=count)
+        for one, count in zip(groups, counts, strict=True)
     )

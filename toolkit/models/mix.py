@@ -355,11 +355,13 @@ MODULES: dict[type[describe.Mix], Callable[[Any, int, RotaryTables], Mix]] = {
 
 def build_mix(described: describe.Mix, hidden: int, rotary: RotaryTables) -> Mix:
     """Return the module of a description. Raises CheckpointError if there is none."""
-    make = MODULES.get(type(described)) or _find_module(described)
-    return make(described, hidden, rotary)
+    make = MODULES.get(type(described)) or find_module(described)
+    mix: Mix = make(described, hidden, rotary)
+    return mix
 
 
-def _find_module(described: describe.Mix) -> Callable[[Any, int, RotaryTables], Mix]:
+def find_module(described: describe.Mix | describe.FeatureEncoder) -> Callable[..., Any]:
+    """Return the class of a description's module. Raises CheckpointError if there is none."""
     kind, (module, _, name) = type(described).__name__, described.module.partition(":")
     if not module or not name:
         raise CheckpointError(
@@ -367,7 +369,7 @@ def _find_module(described: describe.Mix) -> Callable[[Any, int, RotaryTables], 
             f"got {described.module!r}."
         )
     try:
-        found: Callable[[Any, int, RotaryTables], Mix] = getattr(import_module(module), name)
+        found: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f"the module of {kind}, {described.module}, cannot be loaded: {error}."

@@ -93,11 +93,11 @@ class PatchProduct(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """Attention within pictures or windows, and an MLP."""
+    """Attention within segments of rows, such as pictures, windows or clips, and an MLP."""
 
-    def __init__(self, block: Block, tower: Tower) -> None:
+    def __init__(self, block: Block, hidden: int, num_heads: int) -> None:
         super().__init__()
-        hidden, self.num_heads = tower.hidden, tower.num_heads
+        self.num_heads = num_heads
         self.is_windowed = block.is_windowed
         self.attn_norm = Join(hidden, [_norm(block.attn_norm)])
         self.qkv = MergedLinear(hidden, [full_shard(hidden)] * 3, block.qkv, bias=block.qkv_bias)
@@ -113,14 +113,13 @@ class TowerBlock(nn.Module):
         x: torch.Tensor,
         residual: torch.Tensor | None,
         rotation: torch.Tensor | None,
-        batch: PictureBatch,
+        segments: Segments,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (rows,), residual = self.attn_norm(x, residual)
         parts: torch.Tensor = self.qkv(rows).view(len(x), 3, -1)
         for index, norm in enumerate(self.qk_norms):
             norm(parts[:, index])
         qkv = parts.view(len(x), 3, self.num_heads, -1)
-        segments = batch.windows if self.is_windowed else batch.pictures
         attended = attend_rotated(qkv, rotation, segments).flatten(1)
         (rows,), residual = self.mlp_norm(self.attn_out(attended), residual)
         return self.down(self.up(rows)), residual
@@ -333,7 +332,9 @@ class TowerModel(WeightModule):
             kind = BareEmbedding if table.is_bare else Embedding
             self.table = kind(table.name, table.size, tower.hidden)
         self.norm = None if tower.norm is None else Join(tower.hidden, [_norm(tower.norm)])
-        self.blocks = nn.ModuleList(TowerBlock(block, tower) for block in tower.blocks)
+        self.blocks = nn.ModuleList(
+            TowerBlock(block, tower.hidden, tower.num_heads) for block in tower.blocks
+        )
         self.merger = _square_merger(tower.merger, tower)
         self.levels = nn.ModuleList(SquareMerger(merger, tower) for _, merger in tower.levels)
         self._after = {block: nth for nth, (block, _) in enumerate(tower.levels)}
@@ -367,7 +368,8 @@ class TowerModel(WeightModule):
         if 0 in self.tower.taps:
             taps[0] = x.clone()  # the blocks write the sum into it
         for index, block in enumerate(self.blocks):
-            x, residual = block(x, residual, rotation, batch)
+            segments = batch.windows if block.is_windowed else batch.pictures
+            x, residual = block(x, residual, rotation, segments)
             if index + 1 in self.tower.taps:
                 taps[index + 1] = x + residual
             if (nth := self._after.get(index)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from toolkit.scheduler.encoder_cache import EncoderCache
-from toolkit.scheduler.output import Load, PlaceAdapter
+from toolkit.scheduler.output import Encode, Load, PlaceAdapter
 from toolkit.scheduler.places import Places
 from toolkit.scheduler.request import Request, RequestStatus
 from toolkit.scheduler.stats import StatsRecorder
@@ -146,6 +146,25 @@ class Needs:
         self._num_encoded = rows
         loads.append(load)
         return True
+
+    # ---- features that all tokens of a request read, in pages of the pool (`CacheGroup.feature`)
+
+    def can_encode(self, request: Request, num_rows: int) -> bool:
+        """Return True if this step can compute a request's feature of so many rows."""
+        if self._num_encoded and self._num_encoded + num_rows > self._most_encoded:
+            return False
+        return all(self.has_bytes(request, feature) for feature in request.spec.features)
+
+    def begin_with_feature(self, request: Request, *, is_new: bool) -> None:
+        """Count the feature of a request that is admitted. is_new: the step computes it."""
+        self._stats.current.mm_cache_queries += len(request.spec.features)
+        self._stats.current.mm_cache_hits += 0 if is_new else len(request.spec.features)
+
+    def encode(self, request: Request, num_rows: int, pages: list[int], loads: list[Load]) -> None:
+        """Have this step compute the feature of a request into pages, before its tokens."""
+        self._num_encoded += num_rows
+        loads += (Encode(one.digest, pages, one.grid) for one in request.spec.features)
+        self.loading.append(request)
 
     def clear(self) -> None:
         """Empty all places: what the devices have is unknown. No request runs."""

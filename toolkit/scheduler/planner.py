@@ -330,7 +330,8 @@ class Planner:
         Return False, with nothing changed, if there are too few blocks; None if it begins with a
         feature that is not computed yet."""
         is_swapped = request.status is RequestStatus.SWAPPED
-        cached = self._blocks.nothing() if is_swapped else self._blocks.find_cached(request)
+        blocks = self._blocks
+        cached = blocks.nothing(request) if is_swapped else blocks.find_cached(request)
         snapshot = None
         if self._states is not None and not is_swapped:
             snapshot, cached = self._states.begin_with(request, cached)
@@ -349,9 +350,17 @@ class Planner:
             num_tokens = self._needs.reach(request, num_computed, num_tokens, step.loads)
             if not num_tokens:
                 return None
+        is_encoded = blocks.lacks_feature(cached)
+        if is_encoded and not self._needs.can_encode(request, blocks.feature_tokens):
+            return None
         read = self._begin(request, cached, num_computed, num_tokens, snapshot)
         if read is None:
             return False
+        if blocks.has_features:
+            self._needs.begin_with_feature(request, is_new=is_encoded)
+        if is_encoded:
+            pages = blocks.feature_pages(request)
+            self._needs.encode(request, blocks.feature_tokens, pages, step.loads)
         if is_swapped:
             step.swap_in += self._blocks.swap_in(request)
             if self._states is not None:

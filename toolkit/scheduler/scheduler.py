@@ -156,6 +156,8 @@ class Scheduler:
     def lacking(self, request: Request) -> list[Feature]:
         """Return the features that a request has to compute, as far as can be known now."""
         cached = self._blocks.find_cached(request)
+        if self._blocks.has_features:
+            return list(request.spec.features) if self._blocks.lacks_feature(cached) else []
         if self.states is not None:
             _, cached = self.states.begin_with(request, cached)
         first = cached.length

@@ -26,6 +26,7 @@ class Source:
     stack: tuple[int, int] | None = None
     """(index, number) of this one of several projections of a shape, which are one tensor."""
     is_bare: bool = False  # the weight has `name` alone, its bias ends with _bias
+    has_bias: bool = True  # False: the checkpoint has none, where the product has; it is zero
 
     def tensor(self, kind: str) -> str:
         """Return the name of a tensor: `weight`, `bias`, or one of a packing."""

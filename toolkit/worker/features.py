@@ -104,6 +104,16 @@ class FeatureRequests:
         table's rows of the tokens after (`_next`); -1: the token has none of its own."""
         self._is_empty = True
 
+    def capture(self) -> None:
+        """Capture the graphs of the tower, if this stage has it."""
+        if self.table is not None:
+            self.table.encoder.capture()
+
+    def rehearse(self) -> None:
+        """Compute the largest feature, kernel by kernel."""
+        if self.table is not None:
+            self.table.encoder.rehearse(self.table.most_rows)
+
     @property
     def has_tokens(self) -> bool:
         """True if the step that was sent last has a token before a feature's end."""

@@ -11,6 +11,7 @@ from toolkit.plugins import Plugin
 from toolkit.pooling.settings import PoolingInfo
 from toolkit.scheduler.speculation import UNKNOWN_TIMES, StepTimes
 from toolkit.sequence import Adapter
+from toolkit.speech.tokens import HearingInfo
 
 Report = Callable[[str, float], None]  # called with the name and the seconds of a start-up phase
 
@@ -66,7 +67,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     most_step_drafts: int = 0  # that all requests may have in a step; 0: any number
     reads_predictions: bool = False  # the drafter guesses from a request's prediction
     step_times: StepTimes = UNKNOWN_TIMES  # if there are drafts
-    sight: SightInfo | None = None  # None: prompts are text
+    sight: SightInfo | None = None  # None: prompts have no pictures
+    hearing: HearingInfo | None = None  # None: prompts have no clips; else each has one
 
     @property
     def token_bytes(self) -> float:

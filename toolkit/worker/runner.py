@@ -17,9 +17,10 @@ from toolkit.models.model import CausalLM
 from toolkit.pooling.accumulator import PromptPooling
 from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput
-from toolkit.scheduler.output import PlaceAdapter
+from toolkit.scheduler.output import Encode, PlaceAdapter
 from toolkit.scheduler.request import HOLE
 from toolkit.worker.batch_state import BatchState, StepInputs
+from toolkit.worker.clips import Clips
 from toolkit.worker.drafter import Drafter
 from toolkit.worker.features import FeatureRequests
 from toolkit.worker.graph_policy import GraphPolicy, StepShape
@@ -81,7 +82,7 @@ class Runner:
         *,
         drafter: Drafter | None = None,
         adapters: Adapters | None = None,
-        features: FeatureRequests | None = None,
+        features: FeatureRequests | Clips | None = None,
         computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """caches: the model's, and that of a drafter, which has the same block numbers; computing:
@@ -176,9 +177,15 @@ class Runner:
         layout = self.caches[0].layout
         for new in step.new_rows:
             for group, table in zip(layout.groups, new.blocks, strict=True):
+                if group.feature:
+                    continue
                 tokens = layout.block_size * group.blocks_per_page
                 own = table[new.num_computed_tokens // tokens :]
                 pages += [page for page in own if page != HOLE]
+        if any(group.feature for group in layout.groups):
+            pages += [
+                page for load in step.loads if isinstance(load, Encode) for page in load.pages
+            ]
         if pages:
             for cache in self.caches:
                 cache.spoil(pages)
@@ -391,9 +398,14 @@ class Runner:
         empty_cache()  # memory of the steps before the captures
 
     def capture_encoder(self) -> None:
-        """Capture the graphs of an encoder of pictures, unless they are captured already."""
-        if self.features is not None and self.features.table is not None:
-            self.features.table.encoder.capture()
+        """Capture the graphs of an encoder of features, unless they are captured already."""
+        if self.features is not None:
+            self.features.capture()
+
+    def rehearse_encoder(self) -> None:
+        """Compute the largest features, kernel by kernel."""
+        if self.features is not None:
+            self.features.rehearse()
 
     @torch.inference_mode()
     def capture_penalties(self) -> None:

@@ -21,6 +21,7 @@ from toolkit.hardware import memory
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels.table import kernels_for
 from toolkit.models.config.registry import has_head
+from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Encoder
 from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
@@ -35,7 +36,11 @@ from toolkit.worker.startup import cache_sizing
 from toolkit.worker.startup.cache_problem import describe_memory
 from toolkit.worker.startup.cache_sizing import CacheSize
 from toolkit.worker.startup.checks import find_loaders
-from toolkit.worker.startup.description import describe_drafter, describe_worker
+from toolkit.worker.startup.description import (
+    describe_drafter,
+    describe_hearing,
+    describe_worker,
+)
 from toolkit.worker.startup.devices import choose_device, start_threads
 from toolkit.worker.startup.encoders import start_encoder
 from toolkit.worker.startup.loading import Loading
@@ -136,6 +141,8 @@ class Worker:
             )
             self._make_runner(setup, loaded, factory, wait_for_weights)
         self.info.sight = None if plan is None else plan.info
+        if isinstance(model, Decoder) and model.encoder is not None:
+            self.info.hearing = describe_hearing(self.folder, model.encoder)
         self.info.logits_processors = list(loaders.processors)
         if loaded.adapters is not None:
             self.info.max_lora_rank = loaded.adapters.max_rank
@@ -233,6 +240,8 @@ class Worker:
                 warm_up.compile(kernels, setup.num_compile_threads)
 
     def _add_pooling(self, setup: Setup, model: CausalLM) -> None:
+        if self.info.hearing is not None:
+            return  # prompts without a clip have no hidden states
         found = heads.decoder_pooling(
             model, setup.model_config, self.config, self.folder, setup.device
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import msgspec
 
 from toolkit.config.engine import OUTPUT_LIMIT, ModelConfig
+from toolkit.engine.front.clips import feature_of, require_clip, source_of
 from toolkit.engine.front.features import FeatureSource
 from toolkit.engine.front.picture_places import (
     count_pictures,
@@ -41,7 +42,8 @@ MIN_TOO_LONG = 2**18  # characters that are tokenized, however small the context
 
 Prompt = str | list[int] | Mapping[str, object]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. Mappings may have pictures:
-{"multi_modal_data": {"image": one or a list}}."""
+{"multi_modal_data": {"image": one or a list}}, or the clip of a model that hears:
+{"multi_modal_data": {"audio": (samples, rate)}}."""
 
 
 class TokensPrompt(TypedDict):
@@ -99,8 +101,12 @@ class InputProcessor:
         Unless it is streamed, the core may report all tokens at the end. Raises
         InvalidRequestError, for example for an empty prompt or a token outside the vocabulary."""
         self.require_generation()
+        clip = require_clip(self.info.hearing, prompt)
         text, token_ids = self._tokenize(prompt, has_pictures=bool(pictures))
         features: tuple[Feature, ...] = ()
+        sources: dict[bytes, FeatureSource] = {one.digest: one.source for one in pictures}
+        if clip is not None:
+            features, sources = (feature_of(clip),), {clip.digest: source_of(clip)}
         if pictures:
             if params.truncate_prompt_tokens is not None:
                 raise InvalidParamError(
@@ -154,7 +160,7 @@ class InputProcessor:
             is_final_only=not (is_streamed or params.stop_strings or params.logprobs is not None),
         )
         request = EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
-        return Prepared(text, request, {one.digest: one.source for one in pictures})
+        return Prepared(text, request, sources)
 
     def _tokenize_prediction(self, prediction: str | None) -> list[int]:
         """Return a prediction's tokens, if a drafter reads them."""
@@ -316,6 +322,8 @@ class InputProcessor:
         if isinstance(given, str):
             self.check_length(given)
             tokenizer, framed = self.require_tokenizer(), given
+            if self.info.hearing is not None:  # it would surround the prompt
+                return given, tokenizer.encode(given, add_special_tokens=False)
             if has_pictures and self.info.sight is not None:
                 framed = frame_pictures(tokenizer, self.info.sight.tokens, given)
             return given, tokenizer.encode(framed)

@@ -61,8 +61,11 @@ def pictures_in(prompt: object) -> list[Any]:
     data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     if data is None:
         return []
-    if not isinstance(data, Mapping) or data.keys() - {"image"}:
-        raise InvalidParamError("multi_modal_data", 'must be {"image": an image or a list of them}')
+    if not isinstance(data, Mapping) or data.keys() - {"image", "audio"}:
+        raise InvalidParamError(
+            "multi_modal_data",
+            'must be {"image": an image or a list of them} or {"audio": (samples, rate)}.',
+        )
     images = data.get("image")
     return list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
 

@@ -11,6 +11,7 @@ _HARMLESS = re.compile(
     r"""
     # Training and initialization
     \w*dropout\w* | \w*_pdrop | layerdrop | initializer_\w+ | init_std | \w*_init\w* | \w*loss\w*
+    | mask_(time|feature)_\w+ | apply_spec_augment
     | gradient_checkpointing | label_smoothing | pretraining_tp | recompute\w*
     # Tokens and tokenizers
     | \w+_token | \w+_tokens? | \w+_ids? | \w+_token_index | tokenizer\w* | prefix

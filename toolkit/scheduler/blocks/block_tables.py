@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.cache_group import ONE_GROUP, CacheGroup, first_columns
-from toolkit.scheduler.blocks.block_pool import BlockHash, BlockPool, HostBlockPool
+from toolkit.scheduler.blocks.block_pool import BlockHash, BlockPool, HostBlockPool, hash_block
 from toolkit.scheduler.request import HOLE, Request
 
 UNTAGGED = b""
@@ -45,59 +45,104 @@ class BlockTables:
         self.pool = BlockPool(num_blocks)
         self.host_pool = HostBlockPool(num_host_blocks)
         self.page_tokens = [block_size * group.blocks_per_page for group in self.groups]
-        self.grain = math.lcm(*self.page_tokens)
+        self.grain = math.lcm(
+            *(
+                tokens
+                for tokens, group in zip(self.page_tokens, self.groups, strict=True)
+                if not group.feature
+            )
+        )
         """Tokens; lengths of cached prefixes are multiples of it."""
         self._tags = [UNTAGGED, *(bytes([g]) for g in range(1, len(self.groups)))]
         self._columns = first_columns(self.groups, block_size, max_model_len)
         self._freeing = [g for g, group in enumerate(self.groups) if group.frees]
+        self._features = [g for g, group in enumerate(self.groups) if group.feature]
+        self._of_tokens = [g for g, group in enumerate(self.groups) if not group.feature]
 
     @property
     def frees(self) -> bool:
         """True if requests free tokens while they run."""
         return bool(self._freeing)
 
+    @property
+    def has_features(self) -> bool:
+        """True if pages have features, which all tokens of their requests read."""
+        return bool(self._features)
+
     # ---- sizes
 
     def capacity(self, request: Request) -> int:
         """Return the tokens for which a request has pages."""
-        pairs = zip(request.blocks, self.page_tokens, strict=True)
-        return min(len(table) * tokens for table, tokens in pairs)
+        return min(len(request.blocks[g]) * self.page_tokens[g] for g in self._of_tokens)
 
     def missing(self, request: Request, end: int) -> list[int]:
         """Return how many pages a request lacks for its first `end` tokens, by group."""
-        pairs = zip(request.blocks, self.page_tokens, strict=True)
-        return [max(0, -(-end // tokens) - len(table)) for table, tokens in pairs]
+        return [
+            max(0, -(-end // self.page_tokens[g]) - len(request.blocks[g])) for g in self._of_tokens
+        ]
 
     # ---- the prefix cache
 
     def find_cached(self, request: Request) -> Cached:
         """Return what is cached of the request's beginning. At least one token remains."""
         if not request.cacheable or request.wants_prompt_logprobs:
-            return self.nothing()
+            return self.nothing(request)
         most = (request.num_tokens - 1) // self.block_size
         hashes = request.hashes(most, self.block_size)
         length = most * self.block_size // self.grain * self.grain
-        tables: list[list[int]] = [[] for _ in self.groups]
-        for g, group in enumerate(self.groups):
-            if not group.frees:
+        tables = self.nothing(request).tables
+        for g in self._of_tokens:
+            if not self.groups[g].frees:
                 tables[g] = self.pool.find(self._keys(g, hashes, 0, length))
                 length = len(tables[g]) * self.page_tokens[g] // self.grain * self.grain
-        longest, before = length if len(self._freeing) < len(self.groups) else 0, -1
+        longest, before = length if len(self._freeing) < len(self._of_tokens) else 0, -1
         while self._freeing and length != before:
             before = length
             for g in self._freeing:
                 length = self._covered(g, hashes, length)
-        for g, tokens in enumerate(self.page_tokens):
+        for g in self._of_tokens:
             if g in self._freeing:
                 first = self._first_page(g, length)
                 found = self.pool.find(self._keys(g, hashes, first, length))
                 tables[g] = [HOLE] * first + found
-            del tables[g][length // tokens :]
+            del tables[g][length // self.page_tokens[g] :]
         return Cached(length, tables, max(longest, length))
 
-    def nothing(self) -> Cached:
-        """Return that nothing is cached."""
-        return Cached(0, [[] for _ in self.groups])
+    def nothing(self, request: Request) -> Cached:
+        """Return that none of the request's tokens is cached. Its feature may be."""
+        tables: list[list[int]] = [[] for _ in self.groups]
+        if request.cacheable:
+            for g in self._features:
+                tables[g] = self.pool.find(self._feature_keys(g, request))
+        return Cached(0, tables)
+
+    def lacks_feature(self, cached: Cached) -> bool:
+        """Return True if the devices have to compute the feature of a request."""
+        return any(len(cached.tables[g]) < self._num_pages(g) for g in self._features)
+
+    @property
+    def feature_tokens(self) -> int:
+        """Tokens of a feature that has pages; 0: none has."""
+        return sum(self.groups[g].feature for g in self._features)
+
+    def feature_pages(self, request: Request) -> list[int]:
+        """Return the pages of a request's feature."""
+        return [page for g in self._features for page in request.blocks[g]]
+
+    def _num_pages(self, g: int) -> int:
+        """Return the number of pages of a feature in its group."""
+        return -(-self.groups[g].feature // self.page_tokens[g])
+
+    def _feature_keys(self, g: int, request: Request) -> list[BlockHash]:
+        """Return the keys of a feature's pages. The salt has its digest (`cache_key`).
+
+        Requests take and release all pages of a feature together, the last one first: those that
+        are left after an eviction are the first ones."""
+        salt = request.cache_salt
+        return [
+            hash_block(b"", index.to_bytes(4, "little"), salt) + self._tags[g]
+            for index in range(self._num_pages(g))
+        ]
 
     def _covered(self, g: int, hashes: Sequence[BlockHash], length: int) -> int:
         """Return the longest prefix, `length` at most, whose last tokens are cached in a group."""
@@ -132,8 +177,8 @@ class BlockTables:
         if not request.cacheable:
             return
         known = min(request.num_computed_tokens, request.num_known_tokens)
-        for g, tokens in enumerate(self.page_tokens):
-            first, full = request.num_registered[g], known // tokens
+        for g in self._of_tokens:
+            first, full = request.num_registered[g], known // self.page_tokens[g]
             if first < full:
                 count = full * self.groups[g].blocks_per_page
                 hashes = request.hashes(count, self.block_size)
@@ -155,6 +200,9 @@ class BlockTables:
         needs = []
         for g, tokens in enumerate(self.page_tokens):
             held = len(cached.tables[g])
+            if g in self._features:
+                needs.append(self._num_pages(g) - held)
+                continue
             if not held:
                 held = self._first_page(g, position)
                 cached.tables[g] += [HOLE] * held
@@ -171,6 +219,12 @@ class BlockTables:
             at += need
         request.num_trimmed = [self._first_page(g, position) for g in range(len(self.groups))]
         self._set_anchors(request, cached.branch)
+        if request.cacheable:  # the step that begins the request computes its feature first
+            for g in self._features:
+                for page, key in zip(
+                    request.blocks[g], self._feature_keys(g, request), strict=True
+                ):
+                    self.pool.register(page, key)
         return True
 
     def grow(
@@ -189,20 +243,18 @@ class BlockTables:
         None, with no page given: too few are free."""
         self.trim(requests, positions, for_followers=for_followers)
         needs = []
-        for g, tokens in enumerate(self.page_tokens):
-            tables = [request.blocks[g] for request in requests]
+        for g in self._of_tokens:
+            tokens, tables = self.page_tokens[g], [request.blocks[g] for request in requests]
             lengths = [
                 -(-end // tokens) - len(table) for table, end in zip(tables, ends, strict=True)
             ]
-            needs.append((tables, lengths))
-        pages = self.pool.allocate(sum(n for _, lengths in needs for n in lengths if n > 0))
+            needs.append((self._columns[g], tokens, tables, lengths))
+        pages = self.pool.allocate(sum(n for *_, lengths in needs for n in lengths if n > 0))
         if pages is None:
             return None
         pages.reverse()
         capacities: list[int] | None = None
-        for (tables, lengths), first, tokens in zip(
-            needs, self._columns[:-1], self.page_tokens, strict=True
-        ):
+        for first, tokens, tables, lengths in needs:
             for request, table, length in zip(requests, tables, lengths, strict=True):
                 for _ in range(length):
                     page = pages.pop()
@@ -271,14 +323,18 @@ class BlockTables:
     # ---- host memory
 
     def swap_out(self, request: Request) -> list[tuple[int, int]]:
-        """Return (page, host page) copies that keep the computed tokens, or [] without room."""
+        """Return (page, host page) copies that keep the computed tokens, or [] without room.
+
+        A feature stays where it is until its pages are evicted. Then it is computed again."""
         if not self.host_pool.num_blocks:
             return []
         computed = request.num_computed_tokens
         self.trim([request], [request.first_uncomputed])
         tables = [
-            table[: -(-computed // tokens)]
-            for table, tokens in zip(request.blocks, self.page_tokens, strict=True)
+            [] if group.feature else table[: -(-computed // tokens)]
+            for table, tokens, group in zip(
+                request.blocks, self.page_tokens, self.groups, strict=True
+            )
         ]
         pages = held_pages(tables)
         host_pages = self.host_pool.allocate(len(pages))

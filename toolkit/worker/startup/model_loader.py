@@ -53,6 +53,7 @@ class ModelLoader:
         """Build the model without memory. Raises ToolkitError for settings that do not fit it."""
         self._setup = setup
         self.sketch = self._sketch(setup.place.stage, setup.place.group)
+        self._require_hearing()
         self.sight = TowerPlan.of(setup)
         self._require_adapters()
 
@@ -202,6 +203,23 @@ class ModelLoader:
     def sketch_adapters(self) -> Adapters:
         """Return the adapters of the model without memory. It cannot be loaded afterwards."""
         return self._adapters(self.sketch, self._sketch(SINGLE_STAGE, self._setup.place.group))
+
+    def _require_hearing(self) -> None:
+        """Raise ConfigError for settings that do not go with an encoder of clips."""
+        if not isinstance(self.sketch, Decoder) or self.sketch.encoder is None:
+            return
+        name = self.sketch.architecture
+        if self._setup.config.lora.is_enabled:
+            raise ConfigError(
+                f"LoRA adapters of {name} are not supported: it encodes clips apart from requests.",
+                param="enable_lora",
+            )
+        if self._setup.config.parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"--pipeline-parallel-size: {name} encodes clips, and all stages would need them. "
+                "Use --tensor-parallel-size.",
+                param="pipeline_parallel_size",
+            )
 
     def _require_adapters(self) -> None:
         """Raise ToolkitError if the model cannot have adapters here, or one is missing."""

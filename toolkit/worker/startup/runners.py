@@ -13,11 +13,13 @@ from toolkit.cache_group import most_step
 from toolkit.hardware.parent import is_own_process
 from toolkit.lora.adapters import Adapters
 from toolkit.models.config.registry import describe
+from toolkit.models.decoder import Decoder
 from toolkit.models.memory import MemoryLayout, TokenMemory
 from toolkit.models.model import CausalLM, Model
 from toolkit.models.tower import TowerModel
 from toolkit.sampling.processor_rows import Loaded
 from toolkit.worker.batch_state import BatchState
+from toolkit.worker.clips import Clips
 from toolkit.worker.drafter import Drafter, ModelDrafter, PromptLookup
 from toolkit.worker.features import FeatureRequests
 from toolkit.worker.graph_policy import GraphPolicy
@@ -136,7 +138,7 @@ class RunnerFactory:
             num_state_slots=size.num_state_slots,
             has_axes=self._has_axes,
         )
-        features = None
+        features: FeatureRequests | None = None
         if self._sight is not None:
             features = FeatureRequests(
                 setup.max_num_seqs,
@@ -174,9 +176,17 @@ class RunnerFactory:
             policy,
             drafter=drafter,
             adapters=self._adapters,
-            features=features,
+            features=features or self._clips(),
             computing=_computing(self.backends, caches[0]),
         )
+
+    def _clips(self) -> Clips | None:
+        """Return what encodes clips; None if the model does not hear."""
+        model = self._model
+        if not isinstance(model, Decoder) or model.encoder is None:
+            return None
+        per_page = next(one.blocks_per_page for one in self.layout.groups if one.feature)
+        return Clips(model, per_page, self._block_size)
 
     def _cache(self, layout: MemoryLayout, size: CacheSize, num_pages: int) -> KVCache:
         return KVCache(

@@ -61,10 +61,9 @@ class WarmUp:
         self._run_step([min(each, self._info.max_model_len)] * self._most_requests)
 
     def _encode_largest(self) -> None:
-        """Compute the largest picture, if the model sees."""
-        features = self._runner.features if isinstance(self._runner, Runner) else None
-        if features is not None and features.table is not None:
-            features.table.encoder.rehearse(features.table.most_rows)
+        """Compute the largest picture or clips, if the model sees or hears."""
+        if isinstance(self._runner, Runner):
+            self._runner.rehearse_encoder()
 
     def compile(self, kernels: TritonKernels, num_threads: int) -> None:
         """Compile the kernels of all steps that can occur, in parallel.
@@ -247,7 +246,10 @@ class WarmUp:
         `is_adapted`: with the LoRA adapter of the first slot. `drafts`: with drafts after it."""
         num_requests, longest = len(counts), max(counts)
         page_tokens = [self._info.block_size * one.blocks_per_page for one in self._info.groups]
-        pages_each = [-(-(context + longest) // tokens) for tokens in page_tokens]
+        pages_each = [
+            -(-(group.feature or context + longest) // tokens)
+            for group, tokens in zip(self._info.groups, page_tokens, strict=True)
+        ]
         tokens = np.random.default_rng(0).integers(
             0, self._info.vocab_size, (num_requests, longest)
         )

@@ -1,0 +1,72 @@
+"""Attention of a decoder to the rows of a feature, such as a clip."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.attention import AttentionBatch, AttentionShape
+from toolkit.distributed import even_shard
+from toolkit.kernels import reference
+from toolkit.layers import Linear, MergedLinear
+from toolkit.models import describe
+from toolkit.models.memory import TokenMemory
+from toolkit.models.mix import Mix
+from toolkit.models.model import PagedAttention
+
+if TYPE_CHECKING:
+    from toolkit.kernels.triton.products.matmul import Unscaled
+
+
+class FeatureAttention(PagedAttention):
+    """Attention whose keys and values are those of a feature, which all tokens see."""
+
+    def __init__(self, shape: AttentionShape, num_rows: int) -> None:
+        super().__init__(shape)
+        self.memory = TokenMemory.of_keys(shape.num_kv_heads, shape.head_size, feature=num_rows)
+
+    def forward(self, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Return attention [num_tokens, num_heads · head_size] of queries of the same shape."""
+        assert batch.feature is not None, "the decoder has an encoder"
+        return self.backend.read(self, query, batch.feature).flatten(1)
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor
+    ) -> None:
+        """Store keys and values [n, num_heads · head_size] at places in blocks, int64 [n] each."""
+        for cache, rows in ((self.k_cache, keys), (self.v_cache, values)):
+            stored = reference.rounded(rows, cache.dtype).view(-1, *cache.shape[2:])
+            if cache.dtype == reference.FP8:  # not every device writes it by index
+                cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
+            cache[blocks, places] = stored
+
+
+class CrossAttentionMix(Mix):
+    """Cross-attention. Keys and values of a feature are one product."""
+
+    input: Linear
+    output: Linear
+
+    def __init__(self, attention: describe.CrossAttention, hidden: int, _: object) -> None:
+        super().__init__()
+        size, bias = attention.head_size, attention.bias
+        heads = even_shard(attention.num_heads, "attention heads")
+        shard = heads.times(size)
+        self.input = MergedLinear(hidden, [shard], [attention.q], bias=bias)
+        self.kv = MergedLinear(hidden, [shard] * 2, [attention.k, attention.v], bias=bias)
+        shape = AttentionShape(heads.count, heads.count, size, attention.scale)
+        self.attn = FeatureAttention(shape, attention.feature)
+        self.output = Linear(
+            attention.width, hidden, attention.out, bias=attention.out_bias, split="in"
+        )
+
+    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+        """Return the input of `output`, [num_tokens, heads · head_size]."""
+        out: torch.Tensor = self.attn(self.input(x), batch)
+        return out
+
+    def keep(self, rows: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> None:
+        """Store keys and values of a feature's rows [n, hidden] at places in blocks."""
+        keys, values = self.kv(rows).chunk(2, dim=1)
+        self.attn.write(keys, values, blocks, places)
