@@ -215,9 +215,9 @@ def _groups(result: Estimate) -> str:
         pages = f"pages of {group.blocks_per_page * result.block_size} tokens{unused}"
         lines.append(f"{group.kept_by(num_layers)}, in {pages}")
     decode, most = map(size, result.sequence_bytes)
-    clip = " with their clip" if any(group.feature for group in layout.groups) else ""
+    clip = " and their clip" if any(group.feature for group in layout.groups) else ""
     lines += [
-        f"{result.max_model_len:,} tokens{clip} take {decode}; while a prompt is computed, up to {most} "
-        "(--max-num-batched-tokens)"
+        f"{result.max_model_len:,} tokens{clip} take {decode}; while a prompt is computed, up to "
+        f"{most} (--max-num-batched-tokens)"
     ]
     return "\n".join(lines)

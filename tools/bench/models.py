@@ -30,6 +30,31 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 """preprocessor_config.json, by `model_type`."""
 
+WHISPER_START = 50258
+"""Whisper large-v3's token after the end of text, with which transcriptions begin."""
+SPEECH: dict[str, Any] = {
+    "is_multilingual": True,
+    "lang_to_id": {"<|en|>": 50259, "<|de|>": 50261},
+    "task_to_id": {"translate": 50359, "transcribe": 50360},
+    "prev_sot_token_id": 50362,
+    "no_timestamps_token_id": 50364,
+    "suppress_tokens": [1, 2, 7, 8, 9, 10, 14, 25, 50258, 50358, 50359, 50360, 50361, 50362, 50363],
+    "begin_suppress_tokens": [220, 50257],
+    "max_initial_timestamp_index": 50,
+}
+"""generation_config.json of models that hear."""
+SPEECH_TOKENS = {
+    50257: "<|endoftext|>",
+    WHISPER_START: "<|startoftranscript|>",
+    50259: "<|en|>",
+    50261: "<|de|>",
+    50359: "<|translate|>",
+    50360: "<|transcribe|>",
+    50362: "<|startofprev|>",
+    50363: "<|nospeech|>",
+    50364: "<|notimestamps|>",
+}
+
 SPECIAL_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "vision_start_token_id": "<|vision_start|>",
@@ -136,6 +161,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
+    },
+    "whisper-large-v3": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "vocab_size": 51866,
+        "num_mel_bins": 128,
+        "d_model": 1280,
+        "encoder_layers": 32,
+        "decoder_layers": 32,
+        "encoder_attention_heads": 20,
+        "decoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "decoder_ffn_dim": 5120,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": WHISPER_START,
+        "eos_token_id": 50257,
+        "dtype": "bfloat16",
     },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
@@ -322,11 +366,13 @@ CONFIGS["llama-3.1-70b"] = CONFIGS["llama-3.1-8b"] | {
 def make_model(folder: Path, config: dict[str, Any]) -> None:
     """Write config, generation config and tokenizer. The last id is the end-of-text token."""
     folder.mkdir(parents=True, exist_ok=True)
-    end = config["vocab_size"] - 1
+    end = config.get("eos_token_id", config["vocab_size"] - 1)
     ends = {"bos_token_id": end, "eos_token_id": end}
-    context = config.get("n_positions", config.get("max_position_embeddings"))
+    contexts = ("n_positions", "max_position_embeddings", "max_target_positions")
+    context = next((config[name] for name in contexts if name in config), None)
+    hears = config["model_type"] == "whisper"
     _write(folder / "config.json", {**config, **ends})
-    _write(folder / "generation_config.json", ends)
+    _write(folder / "generation_config.json", ends | (SPEECH if hears else {}))
     if (processor := PROCESSORS.get(config["model_type"])) is not None:
         _write(folder / "preprocessor_config.json", processor)
     _write(
@@ -341,6 +387,8 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
         },
     )
     special = {config[field]: name for field, name in SPECIAL_TOKENS.items() if field in config}
+    if hears:
+        special = SPEECH_TOKENS
     save_tokenizer(folder / "tokenizer.json", config["vocab_size"], special)
 
 
