@@ -7,7 +7,7 @@ requests are packed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -653,6 +653,104 @@ def mask_logits(logits: Tensor, index: Tensor, masks: Tensor) -> None:
             word = words[token // 32] if token // 32 < len(words) else 0
             if not word >> token % 32 & 1:
                 logits[entry, token] = -torch.inf
+
+
+@dataclass(frozen=True)
+class SpeechRules:
+    """Rules of the next token in transcriptions (Radford et al., arXiv:2212.04356, section 2.3).
+
+    Fields but the last are token ids. Text comes before `end`, timestamps from `first_timestamp`
+    on."""
+
+    start: int
+    """Prompts that end with it have no rules: they ask for the language. -1 for models that know
+    English alone, whose prompts with timestamps end so."""
+    end: int
+    no_timestamps: int  # prompts that end with it have no timestamps
+    first_timestamp: int
+    last_initial_timestamp: int  # the latest with which an answer begins
+    suppressed: Tensor
+    """True for tokens that no answer has, bool `[2, vocab]`; in the second row for those, too, with
+    which no answer begins."""
+
+    @classmethod
+    def make(
+        cls,
+        suppressed: Sequence[int],
+        first_suppressed: Sequence[int],
+        vocab: int,
+        device: torch.device,
+        **ids: int,
+    ) -> "SpeechRules":
+        """Return the rules of token ids. `ids`: the fields' values."""
+        masks = torch.zeros(2, vocab, dtype=torch.bool)
+        masks[:, list(suppressed)] = True
+        masks[1, list(first_suppressed)] = True
+        return cls(suppressed=masks.to(device), **ids)
+
+    @cached_property
+    def ids(self) -> list[Tensor]:
+        """Ids of each row of `suppressed`."""
+        return [row.nonzero()[:, 0] for row in self.suppressed]
+
+
+def speech_rules(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    ints: Tensor,
+    rules: SpeechRules,
+) -> None:
+    """Set the logits of tokens that must not follow in a transcription to -inf, in place.
+
+    logits: `[n, vocab]`, rows may be strided; rows, positions: int32 `[n]`, each entry's row of the
+    state and the position of the token to be sampled; entries at negative positions are skipped.
+    token_ids: int32 `[num_rows, max_len]`; ints: int64 `[num_rows, 3]`, the last is the number of
+    prompt tokens. For prompts without <|notimestamps|>: an answer begins with a timestamp;
+    timestamps come in pairs, except before the end, and do not decrease, nor is one repeated after
+    text; one follows if all of them are together likelier than any other token."""
+    own, lengths = rows.long(), positions.long()
+    prompts, history = ints[own, 2], token_ids[own]
+    prompt_end = history.gather(1, (prompts - 1).clamp(min=0)[:, None])[:, 0]
+    has_rules = (lengths >= 0) & (prompt_end != rules.start)
+    for live, ids in zip((has_rules, has_rules & (lengths == prompts)), rules.ids, strict=True):
+        logits[live.nonzero(), ids] = -torch.inf
+    timed = (has_rules & (prompt_end != rules.no_timestamps)).nonzero()[:, 0]
+    if len(timed):
+        _apply_timestamp_rules(logits, timed, history[timed], prompts[timed], lengths[timed], rules)
+
+
+def _apply_timestamp_rules(
+    logits: Tensor,
+    entries: Tensor,
+    history: Tensor,
+    prompts: Tensor,
+    lengths: Tensor,
+    rules: SpeechRules,
+) -> None:
+    """Apply the rules of timestamps to some rows of logits. The others: of these rows alone."""
+    first, at = rules.first_timestamp, torch.arange(history.shape[1], device=logits.device)
+    is_time = (history >= first) & (at >= prompts[:, None]) & (at < lengths[:, None])
+    latest = torch.where(is_time, at, -1).amax(1)
+    after_time = (latest >= 0) & (latest == lengths - 1)
+    follows_time = is_time.gather(1, (lengths - 2).clamp(min=0)[:, None])[:, 0]
+    ends_pair = after_time & ((lengths - prompts < 2) | follows_time)
+    opens_pair = after_time & ~ends_pair
+    is_first = lengths == prompts
+
+    least = history.gather(1, latest.clamp(min=0)[:, None])[:, 0] + (~opens_pair).int()
+    least = torch.where(latest >= 0, least, first)
+    most = torch.where(is_first, rules.last_initial_timestamp, logits.shape[1])
+    token = torch.arange(first, logits.shape[1], device=logits.device)
+    excluded = ends_pair[:, None] | (token < least[:, None]) | (token > most[:, None])
+    times = logits[entries, first:].masked_fill(excluded, -torch.inf)
+    logits[entries, first:] = times
+    logits[entries, rules.no_timestamps] = -torch.inf
+    logits[entries[opens_pair], : rules.end] = -torch.inf
+    best_text = logits[entries, :first].amax(1).float()
+    needs_time = is_first | (times.float().logsumexp(1) > best_text)
+    logits[entries[needs_time], :first] = -torch.inf
 
 
 def rotate_(heads: Tensor, cos_sin: Tensor) -> None:

@@ -32,6 +32,7 @@ class Kernels:
         # Sampling
         self.penalize = plain.penalize
         self.mask_logits = plain.mask_logits
+        self.speech_rules = reference.speech_rules
         self.sample = plain.sample
         self.logprobs = logprobs.logprobs
 
@@ -92,6 +93,7 @@ class TritonKernels(Kernels):
             penalties,
             resample,
             sampling,
+            speech,
         )
 
         super().__init__()
@@ -148,6 +150,7 @@ class TritonKernels(Kernels):
         # Sampling
         self.penalize = self.penalize_in_graph = penalties.penalize
         self.mask_logits = bitmask.mask_logits
+        self.speech_rules = speech.speech_rules
         self.sample = sampling.sample
         self.gather_logits = resample.gather_logits
         self.scatter = resample.scatter

@@ -157,6 +157,7 @@ EARLY = {
     "routing._route_kernel": Early(constant=("bias_ptr",)),
     "sampling._choose_kernel": Early(),
     "sampling._statistics_kernel": Early(),
+    "speech._rules_kernel": Early(),
 }
 """By module and kernel: all kernels that are launched early."""
 

@@ -47,6 +47,7 @@ from toolkit.kernels.triton.recurrent.verify import _verify_kernel
 from toolkit.kernels.triton.sampling.drafts import _draft_inputs_kernel
 from toolkit.kernels.triton.sampling.logprobs import _blocks_kernel, _records_kernel
 from toolkit.kernels.triton.sampling.sampling import _choose_kernel, _statistics_kernel
+from toolkit.kernels.triton.sampling.speech import _rules_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 << 10
@@ -311,6 +312,9 @@ def compile_sampling() -> None:
     compile_kernel("race of blocks, fp32", _statistics_kernel, fp32, tile, 4, 3)
     row = {"TRAILING_ZEROS": 16, "NUM_BLOCKS_PAD": 1024}
     compile_kernel("choice, bf16", _choose_kernel, types, tile | row, 8, 3)
+    rules = {"BLOCK": 4096, "HISTORY": 64, "PDL": True}
+    masks = types | {"suppressed_ptr": "*i1"}
+    compile_kernel("rules of transcriptions, bf16", _rules_kernel, masks, rules, 8, 3)
 
 
 def compile_hopper(name: str, block_size: int, group: int, dtype: str) -> None:

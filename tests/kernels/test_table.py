@@ -57,6 +57,7 @@ CONTRACTS = {
     "penalize": "sampling/test_sampling.py::test_penalties_equal_reference",
     "penalize_in_graph": "sampling/test_sampling.py::test_penalties_equal_reference",
     "mask_logits": "sampling/test_bitmask.py::test_triton_equals_reference",
+    "speech_rules": "sampling/test_speech.py::test_triton_equals_reference",
     "sample": "sampling/test_sampling.py::test_rows_with_and_without_filters",
     "gather_logits": "sampling/test_sampling.py::"
     "test_rows_of_logits_are_gathered_and_their_tokens_scattered",
