@@ -48,6 +48,8 @@ GENERATION = {
     "alignment_heads": [[1, 0], [2, 3]],
     "return_timestamps": False,
 }
+SUPPRESSED = {"suppress_tokens": [221, 263, 257, 262], "begin_suppress_tokens": [80, 256]}
+"""Fields of generation_config.json: these tokens occur in answers without rules."""
 Samples = npt.NDArray[np.float32]
 
 
@@ -86,22 +88,44 @@ def sound(seed: int, num_samples: int = WINDOW) -> Samples:
 
 
 def answer(model: Reference, clip: Samples, prompt: Sequence[int], count: int) -> list[int]:
-    """Return `count` greedy tokens of Transformers, without rules, an end or suppressed tokens."""
+    """Return `count` greedy tokens of Transformers; the end does not end them.
+
+    Unless the prompt ends with the start, with the rules of GENERATION and `SUPPRESSED`."""
+    has_rules = prompt[-1] != START
 
     def compute(module: torch.nn.Module) -> list[int]:
         whisper: Any = module
         encoded = whisper.model.encoder(_spectrogram(whisper, clip))
         tokens = list(prompt)
+        rules = _rules(prompt) if has_rules else []
         for _ in range(count):
             given = torch.tensor([tokens])
             with torch.no_grad():
                 logits = whisper(encoder_outputs=encoded, decoder_input_ids=given).logits[0, -1]
+            for rule in rules:
+                logits = rule(given, logits[None])[0]
             best = logits.topk(2).values
             assert best[0] - best[1] > 1e-4, "a near-tie: use another clip"
             tokens.append(int(logits.argmax()))
         return tokens[len(prompt) :]
 
     return model.tokens(f"clip {_digest(clip)} {list(prompt)}", compute, count)
+
+
+def _rules(prompt: Sequence[int]) -> list[Any]:
+    """Return Transformers' processors of logits for the answer to a prompt."""
+    from transformers import GenerationConfig
+    from transformers.generation import logits_process
+
+    first, begin = len(prompt), list(SUPPRESSED["begin_suppress_tokens"])
+    rules: list[Any] = [
+        logits_process.SuppressTokensLogitsProcessor(list(SUPPRESSED["suppress_tokens"])),
+        logits_process.SuppressTokensAtBeginLogitsProcessor(begin, first),
+    ]
+    if prompt[-1] != NO_TIMESTAMPS:
+        settings = GenerationConfig(**GENERATION)
+        rules.append(logits_process.WhisperTimeStampLogitsProcessor(settings, first))
+    return rules
 
 
 def _spectrogram(whisper: Any, clip: Samples) -> torch.Tensor:

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from tests import engines, hearing
-from tests.hearing import ENGLISH, GERMAN, NO_TIMESTAMPS, PREVIOUS, START, TRANSCRIBE
+from tests.hearing import (
+    ENGLISH,
+    GERMAN,
+    NO_TIMESTAMPS,
+    PREVIOUS,
+    START,
+    TRANSCRIBE,
+    TRANSLATE,
+)
 from toolkit import LLM, SamplingParams
 from toolkit.errors import ConfigError, InvalidRequestError
 from toolkit.models.audio_encoder import LogMel, mel_filters
@@ -38,9 +46,19 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+RULED = [
+    (CLIPS[0], [START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]),
+    (CLIPS[1], [START, GERMAN, TRANSCRIBE]),
+    (CLIPS[3], [START, ENGLISH, TRANSLATE]),
+    (CLIPS[2], [PREVIOUS, 50, 60, 70, START, ENGLISH, TRANSCRIBE]),
+    (CLIPS[4], [PREVIOUS, 50, START, GERMAN, TRANSLATE, NO_TIMESTAMPS]),
+]
+"""Clips and prompts whose answers have rules: two without timestamps."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hearing.save(tmp_path_factory.mktemp("whisper"))
+    return hearing.save(tmp_path_factory.mktemp("whisper"), **hearing.SUPPRESSED)
 
 
 def ask(llm: LLM, pairs: list[tuple[hearing.Samples, list[int]]]) -> list[list[int]]:
@@ -68,6 +86,20 @@ def test_answers_equal_transformers(folder, mode):
     assert (num_preempted() > 0) == (mode.get("num_gpu_blocks_override") == 60)
     assert (num_found() > 0) == mode.get("enable_prefix_caching", True)
     engines.scheduler(llm).check()
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("mode", [{}, CASES[-2], {"enforce_eager": True, **SMALL}], ids=str)
+def test_answers_with_rules_equal_transformers(folder, mode):
+    """Suppressed tokens, and timestamps in pairs that do not decrease."""
+    model = hearing.reference()
+    expected = [hearing.answer(model, *pair, COUNT) for pair in RULED]
+    timed = [sum(token >= hearing.FIRST_TIMESTAMP for token in one) for one in expected]
+    assert min(timed[1:4]) > 2
+    llm = LLM(str(folder), device="cpu", dtype="float32", block_size=4, **mode)
+    pairs = RULED + PAIRS[:2]
+    expected += [hearing.answer(model, *pair, COUNT) for pair in PAIRS[:2]]
+    assert ask(llm, pairs) == expected
     llm.shutdown()
 
 

@@ -12,6 +12,7 @@ import torch
 from toolkit.hardware.graph_capture import capture
 from toolkit.hardware.memory import to_device
 from toolkit.kernels.drafts import LATER, SAMPLES, Points
+from toolkit.kernels.reference import SpeechRules
 from toolkit.kernels.table import Kernels, TritonKernels
 from toolkit.models.model import CausalLM
 from toolkit.sampling.grammar import Masks
@@ -37,8 +38,11 @@ class StepSampler:
         kernels: Kernels,
         policy: GraphPolicy,
         drafter: Drafter | None = None,
+        rules: SpeechRules | None = None,
     ) -> None:
+        """rules: of transcriptions, if the model hears."""
         self._model, self._state, self._drafter = model, state, drafter
+        self._rules = rules
         self.kernels, self.device = kernels, state.device
         self._most_points = 1 + policy.most_drafts
         num_points = len(state.rows_sent) + policy.most_step_drafts
@@ -67,12 +71,16 @@ class StepSampler:
         with adapted:
             buffer = None if self._buffer is None else self._buffer[: len(hidden)]
             logits = self._model.logits(hidden, buffer)
+        rows, positions = inputs.sample_rows, inputs.sample_positions
+        ints = state.sampling.ints
+        if self._rules is not None:
+            self.kernels.speech_rules(logits, rows, positions, state.token_ids, ints, self._rules)
         self.kernels.sample(
             logits,
-            inputs.sample_rows,
-            inputs.sample_positions,
+            rows,
+            positions,
             state.sampling.floats,
-            state.sampling.ints,
+            ints,
             state.token_ids if inputs.points is None else None,
             self._sampled[: len(logits)],
         )

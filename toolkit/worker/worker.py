@@ -21,7 +21,6 @@ from toolkit.hardware import memory
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels.table import kernels_for
 from toolkit.models.config.registry import has_head
-from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Encoder
 from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
@@ -38,7 +37,6 @@ from toolkit.worker.startup.cache_sizing import CacheSize
 from toolkit.worker.startup.checks import find_loaders
 from toolkit.worker.startup.description import (
     describe_drafter,
-    describe_hearing,
     describe_worker,
 )
 from toolkit.worker.startup.devices import choose_device, start_threads
@@ -141,8 +139,7 @@ class Worker:
             )
             self._make_runner(setup, loaded, factory, wait_for_weights)
         self.info.sight = None if plan is None else plan.info
-        if isinstance(model, Decoder) and model.encoder is not None:
-            self.info.hearing = describe_hearing(self.folder, model.encoder)
+        self.info.hearing = factory.hearing
         self.info.logits_processors = list(loaders.processors)
         if loaded.adapters is not None:
             self.info.max_lora_rank = loaded.adapters.max_rank

@@ -1,16 +1,11 @@
 """A worker's description of itself, from the parts that have been started."""
 
 import logging
-from pathlib import Path
 
 import torch
-from msgspec import structs
 
 from toolkit.config import Speculation
-from toolkit.models.audio_encoder import SAMPLE_RATE, AudioEncoderModule
 from toolkit.models.memory import MemoryLayout
-from toolkit.speech.model_tokens import find_speech_tokens
-from toolkit.speech.tokens import HearingInfo
 from toolkit.worker.info import WorkerInfo
 from toolkit.worker.runner import Runner
 from toolkit.worker.startup.cache_sizing import CacheSize
@@ -61,9 +56,3 @@ def describe_drafter(
     drafter = runner.drafter
     if drafter is not None and runner.policy.captures and not drafter.is_capturable:
         logger.warning("the drafter runs without CUDA graphs: its code may wait for the GPU")
-
-
-def describe_hearing(folder: Path, encoder: AudioEncoderModule) -> HearingInfo:
-    """Return what a model hears. Raises CheckpointError if its special tokens are unknown."""
-    seconds = encoder.encoder.num_samples / SAMPLE_RATE
-    return structs.replace(find_speech_tokens(folder), seconds=seconds)

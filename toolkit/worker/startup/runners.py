@@ -27,6 +27,7 @@ from toolkit.worker.kv_cache import KVCache, RowStates, choose_cache_dtype
 from toolkit.worker.runner import Runner
 from toolkit.worker.startup import drafters
 from toolkit.worker.startup.cache_sizing import CacheSize
+from toolkit.worker.startup.hearing import describe_hearing, speech_rules
 from toolkit.worker.startup.setup import Setup
 from toolkit.worker.startup.towers import TowerPlan
 from toolkit.worker.step_sampler import StepSampler
@@ -89,6 +90,10 @@ class RunnerFactory:
         if stage.count > 1:  # all stages have the same groups
             ranks = setup.place.group.size
             whole = make_layout(describe(setup.model_config).memory, num_ranks=ranks)
+        self.hearing = self._rules = None
+        if isinstance(model, Decoder) and model.encoder is not None:
+            self.hearing = describe_hearing(setup.folder, model.encoder)
+            self._rules = speech_rules(self.hearing, model.vocab_size, setup.device)
         step = most_step(setup.token_budget, setup.config.speculation.most_drafts, stage.count)
         self.layout = own.with_groups_of(whole.with_groups(setup.max_model_len, step))
 
@@ -165,7 +170,7 @@ class RunnerFactory:
             tokens=state.state_tokens,
             device=setup.device,
         )
-        sampler = StepSampler(self._model, state, kernels, policy, drafter)
+        sampler = StepSampler(self._model, state, kernels, policy, drafter, self._rules)
         return Runner(
             self._model,
             self.backends,
