@@ -58,7 +58,8 @@ ARROWS = {
     "hardware": set(),
     "client": set(),
     "text": {"gguf", "hardware"},
-    "pictures": {"hardware"},
+    "zygote": {"hardware"},
+    "pictures": {"zygote"},
     "speech": {"gguf"},
     "sampling": {"hardware", "kernels"},
     "scheduler": {"sampling"},
@@ -114,7 +115,7 @@ ARROWS = {
         "worker",
     },
     "api": {"engine", "hardware", "sampling", "text"},
-    "serving": {"api", "engine", "hub", "pictures", "sampling", "scheduler", "text", "worker"},
+    "serving": {"api", "engine", "hub", "sampling", "scheduler", "text", "worker", "zygote"},
     "inventory": {
         "ctranslate2",
         "demo",
@@ -178,6 +179,7 @@ LIGHT = {
     "client",
     "logs",
     "pictures",
+    "zygote",
 }
 """Packages whose modules import nothing slow at the top."""
 HEAVY = {"torch", "transformers", "textual", "fastapi", "aiohttp", "uvicorn", "tokenizers"}

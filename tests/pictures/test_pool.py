@@ -26,13 +26,14 @@ from tests.pictures.samples import QWEN, as_file, gradient, saved
 from tests.server import until
 from toolkit.errors import EngineError, InvalidRequestError, ServerUnavailableError
 from toolkit.framing import frame
-from toolkit.pictures import keeper, processes
 from toolkit.pictures import pool as pool_module
-from toolkit.pictures.messages import Channel, Done, Job, Refused, Take
+from toolkit.pictures.messages import Done, Job
 from toolkit.pictures.pool import PicturePool
-from toolkit.pictures.processes import Worker, WorkerLostError
 from toolkit.pictures.settings import PictureLimits
 from toolkit.pictures.sources import from_image
+from toolkit.zygote import keeper, lender
+from toolkit.zygote.lender import Worker, WorkerLostError
+from toolkit.zygote.messages import Channel, Refused, Take
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,14 +73,14 @@ def test_pool_does_not_keep_pictures(pool: PicturePool) -> None:
 def test_sizes_are_measured_before_pictures_that_wait(
     pool: PicturePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "KEPT", 0.0)
+    monkeypatch.setattr(lender, "KEPT", 0.0)
     sent, order = sent_messages(monkeypatch), []
     with stopped(pool) as workers:
         futures = in_flight(pool, 6)
         measured = [pool.measure(PICTURE, "here") for _ in range(2)]
         for one in [*futures, *measured]:
             one.add_done_callback(order.append)
-        until(lambda: sent.count(Take(is_measured=True)) == 2)
+        until(lambda: sent.count(Take(is_urgent=True)) == 2)
         workers[0].resume()  # alone, so that it takes one task after another
         wait(measured, 30)
     wait(futures, 30)

@@ -19,10 +19,10 @@ from tests.pictures.running import PICTURE, children_of, living
 from tests.pictures.samples import QWEN
 from tests.server import until
 from toolkit.errors import EngineError, InvalidRequestError, ServerUnavailableError
-from toolkit.pictures import keeper
-from toolkit.pictures.keeper import KeeperServer
 from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.settings import PictureLimits, ProcessorSettings
+from toolkit.zygote import keeper
+from toolkit.zygote.keeper import KeeperServer
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., PicturePool]
@@ -47,7 +47,7 @@ time.sleep(60)
 SERVER = """
 import sys, time
 from tests.pictures.samples import QWEN
-from toolkit.pictures.keeper import KeeperServer
+from toolkit.zygote.keeper import KeeperServer
 from toolkit.pictures.pool import PicturePool
 from toolkit.pictures.settings import PictureLimits
 server = KeeperServer(sys.argv[1])
@@ -92,7 +92,7 @@ def pools(start: Start) -> list[PicturePool]:
 def zygotes(parent: int | None = None) -> list[psutil.Process]:
     """Return the zygotes of a process, of this one by default, with a light image processor."""
     children = living(psutil.Process(parent).children())
-    found = [one for one in children if "toolkit.pictures.zygote" in one.cmdline()]
+    found = [one for one in children if "toolkit.zygote.process" in one.cmdline()]
     return [one for one in found if "/light" in one.environ().get("PYTHONPATH", "")]
 
 
@@ -196,7 +196,7 @@ def test_zygote_that_hangs_is_replaced(
     pools: list[PicturePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "ANSWER_TIMEOUT", 0.5)
-    monkeypatch.setattr("toolkit.pictures.processes.ANSWER_TIMEOUT", 0.5)
+    monkeypatch.setattr("toolkit.zygote.lender.ANSWER_TIMEOUT", 0.5)
     workers_of(pools)
     (old,) = zygotes()
     old.suspend()

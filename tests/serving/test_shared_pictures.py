@@ -78,7 +78,7 @@ def errors(results: list[str]) -> list[str]:
 def zygote_of(server: Server) -> psutil.Process:
     """Return the only zygote of all processes of the server."""
     family = living(psutil.Process(server.pid).children(recursive=True))
-    found = [one for one in family if "toolkit.pictures.zygote" in one.cmdline()]
+    found = [one for one in family if "toolkit.zygote.process" in one.cmdline()]
     # Forked workers have the same command line.
     (zygote,) = [one for one in found if one.ppid() not in {other.pid for other in found}]
     assert zygote.ppid() == server.pid

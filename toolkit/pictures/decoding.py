@@ -23,6 +23,8 @@ from PIL import (
     WebPImagePlugin,
 )
 
+from toolkit.zygote.worker import RefusedError
+
 PLUGINS = {
     "PNG": (PngImagePlugin,),
     "JPEG": (JpegImagePlugin, MpoImagePlugin),  # of cameras: a JPEG file with several pictures
@@ -49,7 +51,7 @@ _LATE_CHUNKS = re.compile(rb"eXIf|[itz][TE][Xx][Tt]")
 """Chunks of a PNG file with an orientation, which may be behind its pixels."""
 
 
-class PictureError(Exception):
+class PictureError(RefusedError):
     """A picture that cannot be read. The message follows the name of its parameter."""
 
 

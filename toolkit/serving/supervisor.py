@@ -22,7 +22,6 @@ from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.metrics.merge import Family, expose, merge, snapshot
 from toolkit.metrics.shared import SharedReading
-from toolkit.pictures.keeper import KeeperServer
 from toolkit.scheduler.stats import EngineStats, total
 from toolkit.serving.control import (
     ControlChannel,
@@ -46,6 +45,7 @@ from toolkit.serving.kept_connections import Ended, KeptConnections
 from toolkit.serving.model_cores import ModelCores
 from toolkit.serving.shared_responses import ResponseQuery, answer
 from toolkit.worker import Report
+from toolkit.zygote.keeper import KeeperServer
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Supervisor:
         self._is_ending = False  # workers that end are no longer replaced
         self._shared = tempfile.TemporaryDirectory(prefix="tk-")
         """Folder with the files of adapters that the workers share, and a socket."""
-        self._keeper_path = os.path.join(self._shared.name, "pictures")
+        self._keeper_path = os.path.join(self._shared.name, "zygotes")
         self._keeper: KeeperServer | None = None  # of the processes that decode pictures
         self._acceptor: Acceptor | None = None
 

@@ -1,13 +1,13 @@
-"""A process that imports the image processor once, forks workers that have it, and lends them.
+"""The zygote: imports what workers need once, forks workers that have it, and lends them.
 
 Its standard input is a socket to the process that started it. It ends when that is closed. Threads
-of the server are its clients: one takes a worker, sends it a picture, and returns it."""
+of the server are its clients: one takes a worker, sends it a job, and returns it."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
+import importlib
 import os
 import select
 import selectors
@@ -18,13 +18,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from toolkit.hardware.parent import resume_with_parent
 from toolkit.imports import without_collection
-from toolkit.pictures.messages import (
+from toolkit.zygote.messages import (
     Channel,
     Connect,
     End,
@@ -37,16 +36,12 @@ from toolkit.pictures.messages import (
     Taken,
     Waiting,
 )
-from toolkit.pictures.settings import PictureLimits
-
-if TYPE_CHECKING:
-    from toolkit.pictures.processor import PictureProcessor
+from toolkit.zygote.worker import Work, serve
 
 NUM_WORKERS = 2  # of a server: others would take the cores of its other processes
 GRACE = 5.0  # seconds for a client to end a worker that has reached its limit of time
 NEWS_INTERVAL = 2.0  # seconds between messages to clients that wait
 PATIENCE = 5.0  # seconds for a client to finish a message that it has begun
-_HIDDEN = {"torch", "torchvision", "jax", "tensorflow"}
 
 
 def main() -> None:
@@ -59,7 +54,7 @@ def main() -> None:
     start = control.receive(Start)
     try:
         with _exit_with(control.socket):
-            processor = _load(start)
+            work = _load(start)
     except ImportError as error:
         control.send(Failed(f"{error.name or error} cannot be imported: {error}"))
         return
@@ -68,7 +63,7 @@ def main() -> None:
         return
     os.dup2(nothing, 2)
     control.send(Ready())
-    zygote = _Zygote(control, processor, start.limits)
+    zygote = _Zygote(control, work, start.timeout)
     try:
         with contextlib.suppress(EOFError, OSError):
             zygote.run()
@@ -115,18 +110,16 @@ class _Client:
 
 
 class _Zygote:
-    """Lends NUM_WORKERS workers in the order of requests, but for sizes before pixels.
+    """Lends NUM_WORKERS workers in the order of requests, but first to those that are urgent.
 
-    A worker whose client is lost is in the middle of a picture, and is killed."""
+    A worker whose client is lost is in the middle of a job, and is killed."""
 
-    def __init__(
-        self, control: Channel, processor: PictureProcessor, limits: PictureLimits
-    ) -> None:
-        self._control, self._processor, self._limits = control, processor, limits
+    def __init__(self, control: Channel, work: Work, timeout: float) -> None:
+        self._control, self._work, self._timeout = control, work, timeout
         self._idle: list[_Child] = []
         self._clients: set[_Client] = set()
         self._waiting: dict[bool, deque[_Client]] = {True: deque(), False: deque()}
-        """Clients by whether they want a size."""
+        """Clients by whether they are urgent."""
         self._events = selectors.DefaultSelector()
         self._events.register(control.socket, selectors.EVENT_READ)
         self._next_news = 0.0
@@ -173,7 +166,7 @@ class _Zygote:
             self._drop(client)
             return
         if isinstance(message, Take):
-            self._waiting[message.is_measured].append(client)
+            self._waiting[message.is_urgent].append(client)
         elif isinstance(message, Return):
             if client.child is not None:
                 self._idle.append(client.child)
@@ -234,7 +227,7 @@ class _Zygote:
                 self._send(client, Failed(problem))
                 continue
             client.child = self._idle.pop()
-            client.deadline = time.monotonic() + self._limits.timeout + GRACE
+            client.deadline = time.monotonic() + self._timeout + GRACE
             self._send(client, Taken(), (client.child.end.fileno(),))
 
     def _send_news(self) -> None:
@@ -265,41 +258,16 @@ class _Zygote:
                 ours.close()
                 raise
             if pid == 0:
-                from toolkit.pictures.worker import serve
-
-                serve(theirs, self._processor, self._limits)
+                serve(theirs, self._work)
         return _Child(pid, ours)
 
 
-def _load(start: Start) -> PictureProcessor:
-    """Import the processor, and use it once: it imports more then."""
-    with without_collection(), _without_torch():
-        from PIL import Image
-
-        from toolkit.pictures import worker  # noqa: F401  (for the forked processes)
-        from toolkit.pictures.processor import PictureProcessor
-
-        processor = PictureProcessor(start.settings)
-        processor.process(Image.new("RGB", (64, 64)))
+def _load(start: Start) -> Work:
+    """Import what the workers need."""
+    with without_collection():
+        work: Work = importlib.import_module(start.module).load(start.settings)
     gc.freeze()
-    return processor
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Import Transformers as if PyTorch was not installed.
-
-    Pillow's image processors do not need it. It would take 4 seconds and 380 MB."""
-    found = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> Any:
-        return None if name.partition(".")[0] in _HIDDEN else found(name, package)
-
-    importlib.util.find_spec = find_spec
-    try:
-        yield
-    finally:
-        importlib.util.find_spec = found
+    return work
 
 
 @contextlib.contextmanager

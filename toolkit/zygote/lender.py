@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
-from math import prod
 from typing import Any
 
 import msgspec
 
 from toolkit.errors import EngineError, ServerUnavailableError, ToolkitError, error_of_kind
-from toolkit.pictures.keeper import ANSWER_TIMEOUT, Keeper
-from toolkit.pictures.messages import (
-    MAX_ANSWER,
+from toolkit.zygote.keeper import ANSWER_TIMEOUT, Keeper
+from toolkit.zygote.messages import (
+    Answer,
     Channel,
-    Done,
     End,
     Ended,
     Failed,
@@ -28,8 +27,10 @@ from toolkit.pictures.messages import (
     Waiting,
 )
 
-KEPT = 0.005  # seconds for several tasks: to take a worker costs as much as a small picture
-_ITEM_SIZES = {"uint8": 1, "float32": 4}
+KEPT = 0.005  # seconds for several tasks: to take a worker costs as much as a small one
+
+
+Data = bytes | bytearray | memoryview | mmap.mmap
 
 
 class WorkerLostError(Exception):
@@ -37,25 +38,26 @@ class WorkerLostError(Exception):
 
 
 class Worker:
-    """A process that decodes pictures. Used by one thread."""
+    """A process that decodes. Used by one thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def ask(self, job: Job, data: bytes, timeout: float) -> tuple[Done | Refused, bytes]:
-        """Return the answer and its pixels. Raises TimeoutError and WorkerLostError.
+    def ask(
+        self, job: Job, data: Data, timeout: float
+    ) -> tuple[Answer | Refused, bytearray | bytes]:
+        """Return the answer and its bytes. Raises TimeoutError and WorkerLostError.
 
-        A hostile picture may have taken the worker over, so that its answer is checked."""
+        Hostile data may have taken the worker over, so that its answer is checked."""
         deadline = time.monotonic() + timeout
         try:
             self._channel.send(job, data, deadline=deadline)
-            answer: Done | Refused = self._channel.receive(Done | Refused, deadline)
+            answer = self._channel.receive(job.answer | Refused, deadline)
             if isinstance(answer, Refused):
                 return answer, b""
-            expected = 0 if job.is_measured else prod(answer.shape) * _ITEM_SIZES[answer.dtype]
-            if answer.num_bytes != expected or expected > MAX_ANSWER:
+            if answer.num_bytes != job.expected_bytes(answer):
                 raise WorkerLostError
-            return answer, bytes(self._channel.read(answer.num_bytes, deadline))
+            return answer, self._channel.read(answer.num_bytes, deadline)
         except TimeoutError:
             raise
         except (OSError, EOFError, ValueError, msgspec.MsgspecError):
@@ -78,14 +80,14 @@ class Lender:
         self._lock = threading.Lock()
 
     def connect(self) -> Channel:
-        """Connect, unless it is. Waits until the image processor is imported.
+        """Connect, unless it is. Waits until the zygote is ready.
 
         Raises EngineError if it cannot be, and ServerUnavailableError."""
         while self._channel is None:
             try:
                 channel = self._keeper.connect()
             except OSError as error:
-                raise _unreachable(error.strerror) from None
+                raise self._unreachable(error.strerror) from None
             with self._lock:
                 if self._is_closed:
                     channel.close()
@@ -101,11 +103,11 @@ class Lender:
                 raise _error_of(answer)
         return self._channel
 
-    def take(self, *, is_measured: bool) -> Worker:
+    def take(self, *, is_urgent: bool) -> Worker:
         """Wait for a worker, unless one is taken. Raises the errors of `connect`."""
         while self._worker is None:
             try:
-                answer, end = self._ask(self.connect(), Take(is_measured))
+                answer, end = self._ask(self.connect(), Take(is_urgent))
             except (OSError, EOFError):  # the zygote has ended, or hangs
                 self.disconnect()
                 continue
@@ -113,10 +115,12 @@ class Lender:
                 self._worker = Worker(Channel(end))
                 self._taken_at = time.monotonic()
             elif isinstance(answer, Failed):
-                raise ServerUnavailableError(f"A process that decodes pictures: {answer.problem}.")
+                raise ServerUnavailableError(
+                    f"A process that decodes {self._keeper.subject}: {answer.problem}."
+                )
             else:
                 self.disconnect()
-                raise _unreachable("too many open files")
+                raise self._unreachable("too many open files")
         return self._worker
 
     @property
@@ -170,15 +174,15 @@ class Lender:
             if not isinstance(found[0], Waiting):
                 return found
 
+    def _unreachable(self, problem: str | None) -> ServerUnavailableError:
+        return ServerUnavailableError(
+            f"The process that decodes {self._keeper.subject} cannot be reached: {problem}."
+        )
+
     def _release(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-
-
-def _unreachable(problem: str | None) -> ServerUnavailableError:
-    message = f"The process that decodes pictures cannot be reached: {problem}."
-    return ServerUnavailableError(message)
 
 
 def _error_of(answer: Unavailable) -> ToolkitError:

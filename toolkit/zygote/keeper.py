@@ -1,4 +1,4 @@
-"""The zygote's process: started, started again after it has ended, and connected to.
+"""Zygotes: started, started again after they have ended, and connected to.
 
 `ZygoteKeeper` is for the process that starts the zygote. Of several API workers, each uses a
 `RemoteKeeper`, and the server's first process has the `KeeperServer`."""
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from toolkit.errors import EngineError, ServerUnavailableError, ToolkitError
-from toolkit.pictures.messages import Channel, Connect, Failed, Ready, Start, Unavailable
+from toolkit.zygote.messages import Channel, Connect, Failed, Ready, Start, Unavailable
 
 _log = logging.getLogger(__name__)
 MAX_STARTS = 4  # of a zygote, in START_WINDOW
@@ -35,13 +35,15 @@ _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Else glibc maps and unmaps each array of a picture: page faults take a third of the time.
+    # Else glibc maps and unmaps each array: page faults take a third of the time of a picture.
     "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=33554432",
 }
 
 
 class Keeper(Protocol):
     """Connects to a zygote. Used by several threads."""
+
+    subject: str  # of errors, such as "pictures"
 
     @property
     def pid(self) -> int:
@@ -55,7 +57,7 @@ class Keeper(Protocol):
     def connect(self) -> Channel:
         """Return a connection, whose first message is Ready or Unavailable.
 
-        Raises EngineError if the image processor cannot be used, ServerUnavailableError, and
+        Raises EngineError if what the workers need cannot be imported, ServerUnavailableError, and
         OSError."""
         ...
 
@@ -68,6 +70,7 @@ class ZygoteKeeper:
     """Starts a zygote, and another when it has ended. Implements `Keeper`."""
 
     def __init__(self, start: Start) -> None:
+        self.subject = start.subject
         self._start = start
         self._zygote: _Zygote | None = None
         self._lock = threading.Lock()
@@ -130,7 +133,7 @@ class ZygoteKeeper:
         now = time.monotonic()
         if len(self._starts) == MAX_STARTS and now - self._starts[0] < START_WINDOW:
             error = ServerUnavailableError(
-                f"The process that decodes pictures ended {MAX_STARTS} times within "
+                f"The process that decodes {self.subject} ended {MAX_STARTS} times within "
                 f"{START_WINDOW / 60:g} minutes ({self._last_words})."
             )
             if not self._was_ready:
@@ -141,14 +144,14 @@ class ZygoteKeeper:
             return _Zygote(self._start)
         except OSError as error:
             raise ServerUnavailableError(
-                f"The process that decodes pictures cannot be started: {error.strerror}."
+                f"The process that decodes {self.subject} cannot be started: {error.strerror}."
             ) from None
 
 
 class KeeperServer:
     """Connects other processes to zygotes of this one, which are started when one asks.
 
-    Those that ask for the same image processor share a zygote."""
+    Those that ask for the same, by their Start messages, share a zygote."""
 
     def __init__(self, path: str) -> None:
         """Listen on a Unix socket at a path, in a folder that is this user's alone."""
@@ -158,7 +161,7 @@ class KeeperServer:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
         self._listener.listen(128)
-        threading.Thread(target=self._listen, name="pictures", daemon=True).start()
+        threading.Thread(target=self._listen, name="zygotes", daemon=True).start()
 
     def close(self) -> None:
         """End the zygotes and their workers."""
@@ -193,8 +196,9 @@ class KeeperServer:
         except ToolkitError as error:
             refusal = Unavailable(type(error).__name__, error.message)
         except Exception as error:
-            _log.exception("Pictures are not decoded any more: internal error")
-            message = f"Pictures are not decoded any more: internal error ({error})"
+            message = f"No more {start.subject} are decoded: internal error"
+            _log.exception(message)
+            message += f" ({error})"
             refusal = Unavailable(EngineError.__name__, message)
         else:
             return
@@ -217,6 +221,7 @@ class RemoteKeeper:
     pid = 0
 
     def __init__(self, path: str, start: Start) -> None:
+        self.subject = start.subject
         self._path, self._start = path, start
 
     def start(self) -> None:
@@ -246,6 +251,7 @@ class _Zygote:
     def __init__(self, start: Start) -> None:
         """Start the process and return at once. Raises OSError."""
         ours, theirs = socket.socketpair()
+        self._means = start.means
         self._control = Channel(ours)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         self._lock = threading.Lock()
@@ -253,7 +259,7 @@ class _Zygote:
         self._problem = ""
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "toolkit.pictures.zygote"],
+                [sys.executable, "-m", "toolkit.zygote.process"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -274,15 +280,13 @@ class _Zygote:
     def adopt(self, end: socket.socket) -> None:
         """Hand over a client's connection, after the imports.
 
-        Raises _ZygoteLostError, after which the process has ended, and EngineError if the image
-        processor cannot be imported."""
+        Raises _ZygoteLostError, after which the process has ended, and EngineError if what the
+        workers need cannot be imported."""
         with self._lock:
             if not self._is_ready:
                 answer = self._receive(START_TIMEOUT)
                 if isinstance(answer, Failed):
-                    raise EngineError(
-                        f"The image processor of the model cannot be used: {answer.problem}."
-                    )
+                    raise EngineError(f"{self._means} cannot be used: {answer.problem}.")
                 self._is_ready = True
             try:
                 self._control.send(Connect(), descriptors=(end.fileno(),))

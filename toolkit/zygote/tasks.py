@@ -1,52 +1,50 @@
-"""Pictures that wait for a worker."""
+"""Tasks that wait for a worker."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import InvalidParamError, ToolkitError
-from toolkit.pictures.messages import Job
-from toolkit.pictures.sources import Encoded
+from toolkit.zygote.lender import Data
+from toolkit.zygote.messages import Job
 
 
-@dataclass(eq=False, slots=True)
 class Task:
-    """A picture to process, or only to measure."""
+    """Data to decode, and the future of the result."""
 
-    encoded: Encoded
-    param: str
-    is_measured: bool
-    future: Future[Any]
-    is_started: bool = False
+    is_urgent = False  # before tasks that are not
+
+    def __init__(self, param: str) -> None:
+        """`param`: the parameter of the data, for errors."""
+        self.future: Future[Any] = Future()
+        self._param = param
+        self._is_started = False
+
+    def job(self) -> tuple[Job, Data]:
+        """Return the message to a worker, and the bytes that follow it. Raises ToolkitError."""
+        raise NotImplementedError
+
+    def result(self, answer: Any, data: bytearray | bytes) -> Any:
+        """Return the result of the worker's answer, whose bytes were checked."""
+        raise NotImplementedError
 
     def start(self) -> bool:
-        """Return False if the picture is cancelled. From then on it cannot be."""
-        if not self.is_started:
-            self.is_started = self.future.set_running_or_notify_cancel()
-        return self.is_started
+        """Return False if the task is cancelled. From then on it cannot be."""
+        if not self._is_started:
+            self._is_started = self.future.set_running_or_notify_cancel()
+        return self._is_started
 
     def refuse(self, error: Exception) -> None:
-        """End with an error, unless the picture is cancelled."""
+        """End with an error, unless the task is cancelled."""
         if self.start():
             self.future.set_exception(error)
 
     def fail(self, problem: str) -> None:
-        """End with a problem of the picture."""
-        self.refuse(InvalidParamError(self.param, problem))
-
-    def job(self) -> tuple[Job, bytes]:
-        """Return the message to a worker, and the bytes that follow it."""
-        data, size = self.encoded.data, self.encoded.raw_size
-        if isinstance(data, str):
-            data = data.encode(errors="surrogatepass")
-            return Job("base64", len(data), is_measured=self.is_measured), data
-        if size is not None:
-            return Job("rgb", len(data), size, self.is_measured), data
-        return Job("file", len(data), is_measured=self.is_measured), data
+        """End with a problem of the data."""
+        self.refuse(InvalidParamError(self._param, problem))
 
 
 class TaskQueue:
@@ -89,7 +87,7 @@ class TaskQueue:
             task.refuse(self.error)
 
     def _remove_cancelled(self, future: Future[Any]) -> None:
-        """Take a cancelled picture out of the queue. A closure over its task would be a cycle."""
+        """Take a cancelled task out of the queue. A closure over its task would be a cycle."""
         if not future.cancelled():
             return
         with self._changed:
