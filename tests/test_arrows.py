@@ -60,7 +60,7 @@ ARROWS = {
     "text": {"gguf", "hardware"},
     "zygote": {"hardware"},
     "pictures": {"zygote"},
-    "speech": {"gguf"},
+    "speech": {"gguf", "zygote"},
     "sampling": {"hardware", "kernels"},
     "scheduler": {"sampling"},
     "attention": {"kernels"},

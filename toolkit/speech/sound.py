@@ -121,7 +121,7 @@ class _Samples:
         if samples.dtype != np.int16:
             scaled = np.rint(samples * np.float32(2**15))
             samples = np.clip(scaled, -(2**15), 2**15 - 1).astype(np.int16)
-        self._data += samples.astype(np.int16).data.cast("B") if len(samples) else b""
+        self._data += np.ascontiguousarray(samples).view(np.uint8).data
         if len(self._data) > 2 * SAMPLE_RATE * self._max_seconds:
             raise SoundError(
                 f"has more than {self._max_seconds:,g} seconds of sound, which is the limit "
@@ -131,11 +131,13 @@ class _Samples:
 
 def _mixed(block: Block) -> npt.NDArray[np.float32]:
     """Return the mean of the channels, as floats."""
-    if block.dtype == np.int16:
-        block = block.astype(np.float32) * np.float32(2**-15)
-    if block.shape[1] == 1:
-        return block[:, 0]
-    mixed: npt.NDArray[np.float32] = block.mean(axis=1, dtype=np.float32)
+    full = 2**15 if block.dtype == np.int16 else 1
+    num_channels = block.shape[1]
+    if num_channels == 1:
+        return block[:, 0].astype(np.float32) * np.float32(1 / full)
+    mixed: npt.NDArray[np.float32] = block.astype(np.float32) @ np.full(
+        num_channels, 1 / (num_channels * full), np.float32
+    )
     return mixed
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.zygote.worker import RefusedError
+
 MAX_CHANNELS = 64
 _BLOCK = 2**18  # samples of a block, of all channels
 _MAX_CHUNKS = 1000  # in front of the samples
@@ -19,7 +21,7 @@ _PCM, _FLOAT, _A_LAW, _MU_LAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE
 Block = npt.NDArray[Any]  # int16 or float32 samples from -1 to 1: [n, channels]
 
 
-class SoundError(Exception):
+class SoundError(RefusedError):
     """A file that cannot be decoded. The message follows the name of its parameter."""
 
 

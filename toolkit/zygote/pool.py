@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from toolkit.errors import EngineError, ServerUnavailableError, ToolkitError
 from toolkit.zygote.keeper import RemoteKeeper, ZygoteKeeper
 from toolkit.zygote.lender import Lender, Worker, WorkerLostError
-from toolkit.zygote.messages import Refused, Start
+from toolkit.zygote.messages import Answer, Refused, Start
 from toolkit.zygote.process import NUM_WORKERS
 from toolkit.zygote.tasks import Task, TaskQueue
 
@@ -159,7 +159,7 @@ class WorkerPool:
         if isinstance(answer, Refused):
             task.fail(answer.problem[:MAX_PROBLEM])
         else:
-            task.future.set_result(task.result(answer, found))
+            _finish(task, answer, found)
         return True
 
     def _fail(self, error: ToolkitError) -> None:
@@ -168,6 +168,15 @@ class WorkerPool:
         for tasks in self._queues.values():
             tasks.end(error)
         self._started.set()
+
+
+def _finish(task: Task, answer: Answer, data: bytearray | bytes) -> None:
+    try:
+        result = task.result(answer, data)
+    except ToolkitError as error:
+        task.refuse(error)
+    else:
+        task.future.set_result(result)
 
 
 def _ended(exit_code: int) -> str:

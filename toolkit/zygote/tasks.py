@@ -28,7 +28,7 @@ class Task:
         raise NotImplementedError
 
     def result(self, answer: Any, data: bytearray | bytes) -> Any:
-        """Return the result of the worker's answer, whose bytes were checked."""
+        """Return the result of the worker's answer and its bytes. Raises ToolkitError."""
         raise NotImplementedError
 
     def start(self) -> bool:
