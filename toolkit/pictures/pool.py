@@ -96,8 +96,8 @@ class PicturePool:
         )
 
 
-class _PixelTask(Task):
-    """A picture to decode and resize."""
+class _PictureTask(Task):
+    """A picture that waits for a worker."""
 
     def __init__(self, encoded: Encoded, param: str) -> None:
         super().__init__(param)
@@ -112,16 +112,20 @@ class _PixelTask(Task):
             return Job("rgb", len(data), size, self.is_urgent), data
         return Job("file", len(data), is_measured=self.is_urgent), data
 
+
+class _PixelTask(_PictureTask):
+    """A picture to decode and resize."""
+
     def result(self, answer: Done, data: bytearray | bytes) -> Pixels:
         return Pixels(
             answer.width, answer.height, answer.grid, answer.shape, answer.dtype, bytes(data)
         )
 
 
-class _SizeTask(_PixelTask):
+class _SizeTask(_PictureTask):
     """A picture to measure."""
 
     is_urgent = True
 
-    def result(self, answer: Done, data: bytearray | bytes) -> tuple[int, int]:  # type: ignore[override]
+    def result(self, answer: Done, data: bytearray | bytes) -> tuple[int, int]:
         return answer.width, answer.height

@@ -188,7 +188,9 @@ def _read_by_ffmpeg(data: bytes | bytearray, kind: str) -> Iterator[tuple[int, B
         "protocol_whitelist": "none",
     }
     try:
-        with av.open(io.BytesIO(data), "r", format=demuxer, options=options) as container:
+        with av.open(
+            io.BytesIO(data), "r", format=demuxer, options=options, metadata_errors="replace"
+        ) as container:
             stream = next(iter(container.streams.audio), None)
             if stream is None:
                 raise SoundError(f"is a file ({kind}) without sound: none of its streams is audio")
