@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from toolkit.speech.clip import SAMPLE_RATE
 from toolkit.speech.resample import MAX_RATE, MIN_RATE, Resampler
-from toolkit.speech.wave_file import Block, SoundError, read_wave
+from toolkit.speech.wave_file import Block, SoundError, read_wave, to_finite
 
 SUPPORTED = "WAV, FLAC, MP3, Ogg (Vorbis, Opus), MP4 (AAC), AAC and WebM"
 _BLOCK = 2**16  # frames that are resampled at once
@@ -169,7 +169,7 @@ def _read_by_libsndfile(data: bytes | bytearray, kind: str) -> Iterator[tuple[in
     try:
         with Stream(io.BytesIO(data)) as file:
             while len(block := file.read(_READ, dtype="float32", always_2d=True)):
-                yield file.samplerate, np.nan_to_num(block)
+                yield file.samplerate, to_finite(block)
                 is_any = True
     except soundfile.LibsndfileError as error:
         if not is_any:
@@ -223,7 +223,7 @@ def _decoded(packet: Any) -> Iterator[tuple[int, Block]]:
 def _as_floats(samples: npt.NDArray[Any]) -> Block:
     full = _INTEGERS.get(samples.dtype.name)
     if full is None:
-        return np.nan_to_num(samples.astype(np.float32))
+        return to_finite(samples)
     offset = full if samples.dtype == np.uint8 else 0
     return (samples.astype(np.float32) - np.float32(offset)) * np.float32(1 / full)
 

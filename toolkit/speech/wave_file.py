@@ -15,6 +15,7 @@ from toolkit.zygote.worker import RefusedError
 
 MAX_CHANNELS = 64
 _BLOCK = 2**18  # samples of a block, of all channels
+_MAX_LEVEL = 1000.0  # of floats: 1.0 is full scale
 _MAX_CHUNKS = 1000  # in front of the samples
 _UNKNOWN_SIZES = (0, 2**32 - 1)  # of samples that were written to a pipe
 _PCM, _FLOAT, _A_LAW, _MU_LAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE
@@ -113,8 +114,13 @@ def _read_32_bits(data: memoryview) -> Block:
 
 
 def _read_floats(data: memoryview, kind: str) -> Block:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.nan_to_num(np.frombuffer(data, kind).astype(np.float32))
+    return to_finite(np.frombuffer(data, kind))
+
+
+def to_finite(samples: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return floats whose sums are finite, too. What is not a number is silence."""
+    limited = np.clip(np.nan_to_num(samples), -_MAX_LEVEL, _MAX_LEVEL)
+    return limited.astype(np.float32, copy=False)
 
 
 def _read_mu_law(data: memoryview) -> Block:
