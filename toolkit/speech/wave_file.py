@@ -119,7 +119,7 @@ def _read_floats(data: memoryview, kind: str) -> Block:
 
 def to_finite(samples: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Return floats whose sums are finite, too. What is not a number is silence."""
-    limited = np.clip(np.nan_to_num(samples), -_MAX_LEVEL, _MAX_LEVEL)
+    limited: npt.NDArray[Any] = np.clip(np.nan_to_num(samples), -_MAX_LEVEL, _MAX_LEVEL)
     return limited.astype(np.float32, copy=False)
 
 
