@@ -1,0 +1,321 @@
+"""Transcribe the windows of a file, many at once, and judge their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from toolkit.errors import InvalidRequestError
+from toolkit.sampling.params import SamplingParams
+from toolkit.speech.clip import Clip
+from toolkit.speech.segments import Segment, SpeechText, split_segments
+from toolkit.speech.tokens import HearingInfo, Task
+from toolkit.speech.transcript import (
+    Scores,
+    TextJoiner,
+    Transcript,
+    WindowText,
+    compression_ratio,
+)
+
+MAX_RUNNING = 64  # windows of one file that the engine has at once
+
+# Thresholds of section 4.5 of arXiv:2212.04356.
+MOST_COMPRESSION = 2.4
+LEAST_LOGPROB = -1.0
+MOST_NO_SPEECH = 0.6
+TEMPERATURE_STEP = 0.2
+MOST_TEMPERATURE = 1.0
+MOST_SURE_TEMPERATURE = 0.5
+"""Highest temperature whose text the next window may follow."""
+
+TimedClip = tuple[float, Clip]
+"""A window: its start in seconds, and its sound."""
+
+
+class Logprobs(Protocol):
+    def chosen(self) -> Iterable[float]: ...
+
+
+class AnswerPart(Protocol):
+    """New tokens of an answer. Those of the engine are `Delta`s."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def logprobs(self) -> Logprobs | None: ...
+
+
+class Answer(Protocol):
+    """Function that lets the model answer a prompt. Closing the generator ends the answer."""
+
+    def __call__(
+        self, prompt_token_ids: list[int], clip: Clip, params: SamplingParams, /
+    ) -> AsyncGenerator[AnswerPart, None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptionOptions:
+    """Wishes of a request."""
+
+    language: str | None = None  # a code that the model knows. None: detect it
+    task: Task = "transcribe"
+    prompt: Sequence[int] = ()  # tokens of text before each window
+    temperature: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None  # of a window. None: to the end of the context
+    has_timestamps: bool = False
+    has_logprobs: bool = False
+    has_scores: bool = False
+    follows_previous: bool = False
+    """Each window is transcribed after the text of those before it, so one at a time."""
+    falls_back: bool = False
+    """Repeat answers that are unlikely or repetitive at higher temperatures, and leave out
+    windows without speech."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Text that a transcript has grown by. window: set at the end of each window."""
+
+    text: str
+    window: WindowText | None = None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A window's answer at one temperature, as it grows."""
+
+    temperature: float
+    token_ids: list[int] = field(default_factory=list)  # with the end token
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+
+    def scores(self, no_speech_prob: float) -> Scores:
+        mean = math.fsum(self.logprobs) / max(1, len(self.logprobs))
+        return Scores(mean, compression_ratio(self.text), no_speech_prob)
+
+
+class Transcriber:
+    """Makes one transcript."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        hearing: HearingInfo,
+        token_bytes: Mapping[int, bytes],
+        max_model_len: int,
+        options: TranscriptionOptions,
+    ) -> None:
+        """token_bytes: the part of the text of each token, by id.
+
+        Raises InvalidRequestError if the model cannot translate."""
+        if options.task == "translate" and not hearing.tokens.is_multilingual:
+            raise InvalidRequestError(
+                "This model knows English alone, so it cannot translate. Use "
+                "/v1/audio/transcriptions."
+            )
+        self._answer, self._tokens, self._bytes = answer, hearing.tokens, token_bytes
+        self._options = options
+        self._most_previous = max_model_len // 2 - 1  # tokens, as in OpenAI's decoder
+        self._needs_scores = options.has_scores or options.falls_back
+        self._language = options.language or "en"
+        self._temperatures = _temperatures(options)
+
+    async def parts(
+        self, windows: Sequence[TimedClip], transcript: Transcript
+    ) -> AsyncGenerator[Part, None]:
+        """Yield the text as it grows, in order, and add the windows to a transcript.
+
+        Later windows run while the text of earlier ones is yielded. Closing the generator ends
+        all that runs."""
+        if self._options.language is None and self._tokens.is_multilingual:
+            self._language = await self._detect_language(windows[0][1])
+        transcript.task = self._options.task
+        transcript.language = self._language if transcript.task == "transcribe" else "en"
+        joiner = TextJoiner(transcript.language)
+        one_by_one = self._options.follows_previous
+        found = self._in_turn(windows) if one_by_one else self._together(windows)
+        async with aclosing(found) as parts:
+            async for part in parts:
+                if part.window is not None:
+                    transcript.windows.append(part.window)
+                text = joiner.add(part.text, is_last=part.window is not None)
+                if text or part.window is not None:
+                    yield Part(text, part.window)
+
+    async def _in_turn(self, windows: Sequence[TimedClip]) -> AsyncGenerator[Part, None]:
+        """Transcribe each window after the text of those before it."""
+        previous = list(self._options.prompt)
+        for window in windows:
+            async with aclosing(self._transcribe(window, previous)) as parts:
+                async for part in parts:
+                    if (done := part.window) is not None:
+                        previous += done.tokens
+                        if done.temperature > MOST_SURE_TEMPERATURE:
+                            previous.clear()
+                    yield part
+
+    async def _together(self, windows: Sequence[TimedClip]) -> AsyncGenerator[Part, None]:
+        """Transcribe many windows at once. Yields their parts in order."""
+        running = asyncio.Semaphore(MAX_RUNNING)
+
+        async def feed(window: TimedClip, queue: asyncio.Queue[Part | Exception]) -> None:
+            try:
+                async with (
+                    running,
+                    aclosing(self._transcribe(window, self._options.prompt)) as parts,
+                ):
+                    async for part in parts:
+                        queue.put_nowait(part)
+            except Exception as error:
+                queue.put_nowait(error)
+
+        queues: list[asyncio.Queue[Part | Exception]] = [asyncio.Queue() for _ in windows]
+        tasks = [
+            asyncio.ensure_future(feed(window, queue))
+            for window, queue in zip(windows, queues, strict=True)
+        ]
+        try:
+            for queue in queues:
+                has_ended = False
+                while not has_ended:
+                    part = await queue.get()
+                    if isinstance(part, Exception):
+                        raise part
+                    has_ended = part.window is not None
+                    yield part
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _transcribe(
+        self, window: TimedClip, previous: Sequence[int]
+    ) -> AsyncGenerator[Part, None]:
+        """Yield a window's text as it grows, at last with the window.
+
+        With fallback the text comes at once, when it is accepted."""
+        start, clip = window
+        previous = previous[-self._most_previous :]
+        no_speech = None
+        if self._needs_scores:
+            no_speech = asyncio.ensure_future(self._no_speech_prob(clip, previous))
+        try:
+            for temperature in self._temperatures:
+                attempt, scores = _Attempt(temperature), None
+                async with aclosing(self._attempt(attempt, clip, previous)) as texts:
+                    async for text in texts:
+                        if not self._options.falls_back:
+                            yield Part(text)
+                if no_speech is not None:
+                    scores = attempt.scores(await no_speech)
+                if scores is None or not _needs_another(scores):
+                    break
+        finally:
+            if no_speech is not None:
+                no_speech.cancel()
+                await asyncio.gather(no_speech, return_exceptions=True)
+        if self._options.falls_back:
+            if scores is not None and _is_silent(scores):
+                attempt = _Attempt(temperature)
+            yield Part(attempt.text)
+        yield Part("", self._finished(attempt, start, clip.seconds, scores))
+
+    async def _attempt(
+        self, attempt: _Attempt, clip: Clip, previous: Sequence[int]
+    ) -> AsyncGenerator[str, None]:
+        """Yield the text of an answer as it grows."""
+        options, text = self._options, SpeechText(self._bytes, self._tokens)
+        prompt = self._tokens.prompt(
+            self._language, options.task, timestamps=options.has_timestamps, previous=previous
+        )
+        params = SamplingParams(
+            temperature=attempt.temperature,
+            seed=options.seed,
+            max_tokens=options.max_tokens,
+            ends_with_context=True,
+            detokenize=False,
+            logprobs=0 if self._needs_scores or options.has_logprobs else None,
+        )
+        async with aclosing(self._answer(prompt, clip, params)) as parts:
+            async for part in parts:
+                attempt.token_ids += part.token_ids
+                if part.logprobs is not None:
+                    attempt.logprobs += part.logprobs.chosen()
+                if added := text.add(part.token_ids):
+                    attempt.text += added
+                    yield added
+        if rest := text.add((), is_last=True):
+            attempt.text += rest
+            yield rest
+
+    def _finished(
+        self, attempt: _Attempt, start: float, seconds: float, scores: Scores | None
+    ) -> WindowText:
+        token_ids = [one for one in attempt.token_ids if one != self._tokens.end]
+        segments: Sequence[Segment] = ()
+        if self._options.has_timestamps:
+            segments = split_segments(token_ids, self._tokens, self._bytes, start, seconds)
+        return WindowText(
+            start=start,
+            text=attempt.text,
+            tokens=token_ids,
+            logprobs=attempt.logprobs[: len(token_ids)] if self._options.has_logprobs else (),
+            segments=segments,
+            temperature=attempt.temperature,
+            scores=scores,
+        )
+
+    async def _detect_language(self, clip: Clip) -> str:
+        """Return the code of the likeliest language."""
+        codes = {token: code for code, token in self._tokens.languages.items()}
+        token, _ = await self._next_token([self._tokens.start], clip, sorted(codes))
+        return codes[token]
+
+    async def _no_speech_prob(self, clip: Clip, previous: Sequence[int]) -> float:
+        """Return the probability of <|nospeech|> after <|startoftranscript|>."""
+        before = [self._tokens.previous, *previous] if previous else []
+        prompt = [*before, self._tokens.start]
+        _, logprob = await self._next_token(prompt, clip, [self._tokens.no_speech])
+        return math.exp(logprob)
+
+    async def _next_token(
+        self, prompt: list[int], clip: Clip, allowed: list[int]
+    ) -> tuple[int, float]:
+        """Return the likeliest of the allowed tokens, and its log-probability among all tokens."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=0, allowed_token_ids=allowed, detokenize=False
+        )
+        found = _Attempt(0.0)
+        async with aclosing(self._answer(prompt, clip, params)) as parts:
+            async for part in parts:
+                found.token_ids += part.token_ids
+                if part.logprobs is not None:
+                    found.logprobs += part.logprobs.chosen()
+        return found.token_ids[0], found.logprobs[0]
+
+
+def _temperatures(options: TranscriptionOptions) -> list[float]:
+    """Return the temperatures at which a window is transcribed until its answer is good."""
+    first = options.temperature
+    if not options.falls_back:
+        return [first]
+    num_steps = math.floor((MOST_TEMPERATURE - first) / TEMPERATURE_STEP + 1e-6)
+    return [round(first + TEMPERATURE_STEP * step, 3) for step in range(num_steps + 1)]
+
+
+def _is_silent(scores: Scores) -> bool:
+    """Return True for a window without speech: its text is invented."""
+    return scores.no_speech_prob > MOST_NO_SPEECH and scores.avg_logprob <= LEAST_LOGPROB
+
+
+def _needs_another(scores: Scores) -> bool:
+    """Return True for an answer that a higher temperature may improve."""
+    if _is_silent(scores):
+        return False
+    return scores.avg_logprob < LEAST_LOGPROB or scores.compression_ratio > MOST_COMPRESSION
