@@ -102,6 +102,8 @@ complete -c tk -n "__tk_at 'tk serve'" -l allow-special-tokens-in-messages -d 'P
 complete -c tk -n "__tk_at 'tk serve'" -l no-allow-special-tokens-in-messages -d 'Parse special tokens in the text of chat messages'
 complete -c tk -n "__tk_at 'tk serve'" -l tool-call-parser -x -d 'Format of the model\'s tool calls: hermes, llama3_json, mistral, openai, generic, none, or a plug-in\'s'
 complete -c tk -n "__tk_at 'tk serve'" -l reasoning-parser -x -d 'Return the model\'s reasoning separately, as reasoning_content'
+complete -c tk -n "__tk_at 'tk serve'" -l transcription-fallback -d 'Repeat transcripts that are unlikely or repetitive at higher temperatures, and leave out sound without speech, unless a request\'s temperature_fallback says otherwise'
+complete -c tk -n "__tk_at 'tk serve'" -l no-transcription-fallback -d 'Repeat transcripts that are unlikely or repetitive at higher temperatures, and leave out sound without speech, unless a request\'s temperature_fallback says otherwise'
 complete -c tk -n "__tk_at 'tk serve'" -l response-store -x -d 'Number of the newest responses of /v1/responses that the server keeps in memory, 256 MiB at most, for previous_response_id and GET /v1/responses/ID'
 complete -c tk -n "__tk_at 'tk serve'" -l sse-keep-alive -x -d 'Seconds after which an idle stream sends a comment, so that proxies keep it'
 complete -c tk -n "__tk_at 'tk serve'" -l metrics-prefix -x -d 'Prefix of every metric\'s name'

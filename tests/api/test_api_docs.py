@@ -85,7 +85,10 @@ def test_examples_work_and_responses_match_their_schemas(
             continue
         body = None
         if "requestBody" in operation:
-            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            content = operation["requestBody"]["content"]
+            if "application/json" not in content:  # a form with a file
+                continue
+            schema = content["application/json"]["schema"]
             body = document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]["example"]
         answer = http.request(method, path, json=body)
         assert answer.status_code == 200, (path, answer.text)

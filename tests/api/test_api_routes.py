@@ -34,6 +34,7 @@ EXPECTED = {
     Access.MODEL_WORK: {
         "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses",
         "POST /v1/responses/input_tokens",
+        "POST /v1/audio/transcriptions", "POST /v1/audio/translations",
         "POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/embeddings",
         "POST /v1/score", "POST /v1/rerank", "POST /score", "POST /rerank", "POST /v2/rerank",
         "POST /pooling", "POST /classify", "POST /invocations",

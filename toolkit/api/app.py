@@ -21,7 +21,14 @@ from toolkit.api.llama_cpp import properties as llama_properties
 from toolkit.api.ollama import chat as ollama_chat
 from toolkit.api.ollama import embed as ollama_embed
 from toolkit.api.ollama import models as ollama_models
-from toolkit.api.openai import chat, completions, models, responses, tokenize
+from toolkit.api.openai import (
+    chat,
+    completions,
+    models,
+    responses,
+    tokenize,
+    transcriptions,
+)
 from toolkit.api.pooling import embeddings, pooling, score
 from toolkit.api.web import page
 from toolkit.errors import ToolkitError
@@ -30,9 +37,9 @@ from toolkit.version import __version__
 ROUTERS = [
     module.router
     for module in (
-        completions, chat, responses, messages, embeddings, score, pooling, tokenize, models,
-        llama_completion, llama_properties, ollama_chat, ollama_embed, ollama_models, page,
-        invocations, metrics, health, operation, adapters,
+        completions, chat, responses, transcriptions, messages, embeddings, score, pooling,
+        tokenize, models, llama_completion, llama_properties, ollama_chat, ollama_embed,
+        ollama_models, page, invocations, metrics, health, operation, adapters,
     )
 ]  # fmt: skip
 OPEN_DOCS = ("/docs", "/redoc", "/openapi.json", DOCS_FILES)

@@ -28,7 +28,7 @@ class HTTPServer:
     def __init__(self, server: Server) -> None:
         config = server.config
         self._models, self._templates = server.models, server.templates
-        self._background = server.background
+        self._background, self._sound = server.background, server.sound
         self._request_timeout = config.request_timeout
         endpoint = config.otlp_traces_endpoint
         self._tracer = Tracer(endpoint) if endpoint else None
@@ -132,6 +132,8 @@ class HTTPServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._serving, CLOSE_TIMEOUT)
         await self._templates.close()
+        if self._sound is not None:
+            await asyncio.to_thread(self._sound.close)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 

@@ -193,6 +193,11 @@ class ServerConfig:
         "chat template is of that format, else none. Plug-ins add names.",
         metavar="FORMAT",
     )
+    transcription_fallback: bool = option(
+        False,
+        "Repeat transcripts that are unlikely or repetitive at higher temperatures, and leave out "
+        "sound without speech, unless a request's temperature_fallback says otherwise. Costs time.",
+    )
     response_store: int = option(
         1000,
         "Number of the newest responses of /v1/responses that the server keeps in memory, 256 MiB "

@@ -107,7 +107,13 @@ class APIWorker:
             self._connect(*one) for one in zip(setup.models, tokenizers, start.cores, strict=True)
         ]
         self._http = make_server(
-            setup.server, setups, self._engines, setup.created, self._expose, self._responses
+            setup.server,
+            setups,
+            self._engines,
+            setup.created,
+            self._expose,
+            self._responses,
+            self._keeper_path,
         )
         await self._http.start()
         gc.collect()

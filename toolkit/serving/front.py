@@ -20,6 +20,7 @@ from toolkit.errors import ToolkitError
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.scheduler.stats import EngineStats, total
+from toolkit.speech.pool import SoundLimits, SoundPool
 from toolkit.worker import Report, WorkerInfo
 
 if TYPE_CHECKING:
@@ -211,8 +212,11 @@ def make_server(
     created: int | None = None,
     expose: Callable[[], Awaitable[bytes]] | None = None,
     responses: Responses | None = None,
+    keeper_path: str = "",
 ) -> HTTPServer:
-    """Return an HTTP server for started engines. See `Server`."""
+    """Return an HTTP server for started engines. See `Server`.
+
+    `keeper_path`: see `SoundPool`."""
     from toolkit.api.http.plugins import FrontEndPlugins
     from toolkit.api.http.server import QueueLimits, ServedModel, Server
     from toolkit.api.http_server import HTTPServer
@@ -233,5 +237,20 @@ def make_server(
             plugins=plugins,
             expose=expose,
             responses=responses,
+            sound=_start_sound(config, engines, keeper_path),
         )
     )
+
+
+def _start_sound(
+    config: ServerConfig, engines: Sequence[AsyncLLM], keeper_path: str
+) -> SoundPool | None:
+    """Start the processes that decode sound files; None if no model hears."""
+    if not any(engine.info.hearing for engine in engines):
+        return None
+    limits = SoundLimits(
+        max_bytes=config.max_audio_mb * 2**20, max_seconds=config.max_audio_seconds
+    )
+    pool = SoundPool(limits, keeper_path)
+    pool.start()
+    return pool

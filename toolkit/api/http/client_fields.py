@@ -60,6 +60,13 @@ REFUSED_IN_RESPONSES = {
     "moderation": "this server does not moderate",
     "prompt": "this server stores no prompts. Send it as input",
 }
+_NO_SPEAKERS = "the models here do not distinguish speakers"
+REFUSED_IN_TRANSCRIPTIONS = {
+    "keywords": "write them in prompt",
+    "known_speaker_names": _NO_SPEAKERS,
+    "known_speaker_references": _NO_SPEAKERS,
+    "languages": "use language",
+}
 REFUSED_BY_ANTHROPIC = {
     "compaction": "this server does not summarize conversations",
     "container": "this server runs no code and has no skills",

@@ -23,6 +23,7 @@ from toolkit.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from toolkit.metrics import Metrics
 from toolkit.metrics.shared import SharedReading
 from toolkit.sequence import Adapter
+from toolkit.speech.pool import SoundPool
 from toolkit.text.template_pool import TemplatePool
 from toolkit.version import __version__
 
@@ -108,10 +109,11 @@ class Server:
         plugins: FrontEndPlugins | None = None,
         expose: Callable[[], Awaitable[bytes]] | None = None,
         responses: Responses | None = None,
+        sound: SoundPool | None = None,
     ) -> None:
         """`created`: Unix time, by default now. `expose` collects the metrics of all processes, if
-        the server has several, and `responses` are those of all. Raises ConfigError if two models
-        have the same name."""
+        the server has several, and `responses` are those of all. `sound` decodes files; None if no
+        model hears. Raises ConfigError if two models have the same name."""
         self.config, self.models = config, models
         self.created = int(time.time()) if created is None else created
         self.plugins = plugins or FrontEndPlugins()
@@ -119,6 +121,7 @@ class Server:
         self.templates = TemplatePool()
         self.responses = responses or ResponseStore(config.response_store)
         self.background = BackgroundWork()
+        self.sound = sound
         self.exposition = SharedReading(expose or self._expose)
         """Metrics of all processes in Prometheus' text format."""
         names = [name for model in models for name in model.names]

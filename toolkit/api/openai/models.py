@@ -47,13 +47,20 @@ def _card(server: Server, model: ServedModel, name: str, adapter: str | None = N
     info, config = model.engine.info, model.engine.config
     tokenizer = model.engine.tokenizer
     can_chat = info.generates and tokenizer is not None and tokenizer.has_chat_template
+    tasks = info.tasks if adapter is None else ["generate"]
+    modalities = ["text"]
+    if info.sight is not None:
+        modalities.append("image")
+    if info.hearing is not None:
+        tasks = ["transcription"]  # each prompt needs sound
+        modalities.append("audio")
     folder = config.model.model if adapter is None else adapter
     return ModelCard(
         name,
         server.created,
         info.max_model_len,
-        [*(info.tasks if adapter is None else ["generate"]), *["chat"] * can_chat],
-        ["text"] if info.sight is None else ["text", "image"],
+        [*tasks, *["chat"] * can_chat],
+        modalities,
         root=str(folder or model.name),
         permission=[
             ModelPermission(f"modelperm-{uuid.uuid5(uuid.NAMESPACE_OID, name).hex}", server.created)

@@ -169,8 +169,8 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
-    tasks: list[str]  # generate, embed, score, classify, chat (has a template)
-    input_modalities: list[str]  # text, image
+    tasks: list[str]  # generate, embed, score, classify, transcription, chat
+    input_modalities: list[str]  # text, image, audio
     root: str  # the model as given to the server: a hub name or a folder
     permission: list[ModelPermission]
     parent: str | None = None

@@ -1,0 +1,234 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from toolkit.api.http.body_fields import Route
+from toolkit.api.http.forms import FILE, FormLimits, UploadedFile, read_form
+from toolkit.api.http.layers.limits import check_queue
+from toolkit.api.http.openapi import answers
+from toolkit.api.http.routes import Access, access, takes_form
+from toolkit.api.http.server import Target, server_of, target_of
+from toolkit.api.http.streaming import DONE, EventStream, event, while_connected
+from toolkit.api.openai.transcription_request import (
+    TranscriptionRequest,
+    form_document,
+    parse_form,
+)
+from toolkit.engine.front.input_processor import TokensPrompt
+from toolkit.engine.outputs import Delta
+from toolkit.errors import InvalidRequestError
+from toolkit.sampling.params import SamplingParams
+from toolkit.speech.clip import SAMPLE_RATE, Clip
+from toolkit.speech.formats import (
+    TokenLogprob,
+    Transcription,
+    VerboseTranscription,
+    to_srt,
+    to_text,
+    to_verbose,
+    to_vtt,
+    usage_of,
+)
+from toolkit.speech.tokens import HearingInfo, Task
+from toolkit.speech.transcriber import MAX_RUNNING, TimedClip, Transcriber
+from toolkit.speech.transcript import Transcript, WindowText
+from toolkit.speech.windows import split_windows
+from toolkit.text.tokenizer import Tokenizer
+
+router = APIRouter(tags=["OpenAI"], route_class=Route)
+
+_TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"}
+"""Media types of the formats that are not JSON."""
+
+
+class StreamUsage(msgspec.Struct):
+    """Sound of a request whose transcript is streamed."""
+
+    seconds: float  # transcribed so far
+    total_seconds: float
+    type: str = "duration"
+
+
+class DeltaEvent(msgspec.Struct):
+    """Text that a transcript has grown by. The last event of 30 seconds has their log-probabilities
+    and the usage, if they are asked for."""
+
+    delta: str
+    logprobs: list[TokenLogprob] | msgspec.UnsetType = msgspec.UNSET
+    usage: StreamUsage | msgspec.UnsetType = msgspec.UNSET
+    type: str = "transcript.text.delta"
+
+
+@router.post(
+    "/v1/audio/transcriptions",
+    response_model=None,
+    responses=answers("OpenAI's Transcription or TranscriptionVerbose", stream=True),
+    openapi_extra=form_document(),
+)
+@access(Access.MODEL_WORK)
+@takes_form
+async def transcriptions(request: Request) -> Response:
+    """Transcribe a sound file, of any length."""
+    return await _answer(request, "transcribe")
+
+
+@router.post(
+    "/v1/audio/translations",
+    response_model=None,
+    responses=answers("OpenAI's Transcription or TranscriptionVerbose", stream=True),
+    openapi_extra=form_document(),
+)
+@access(Access.MODEL_WORK)
+@takes_form
+async def translations(request: Request) -> Response:
+    """Translate a sound file into English text."""
+    return await _answer(request, "translate")
+
+
+async def _answer(request: Request, task: Task) -> Response:
+    config = server_of(request).config
+    form = await read_form(request, FormLimits(config.max_audio_mb * 2**20))
+    body = parse_form(form)
+    target = target_of(request, body)
+    hearing, tokenizer = require_hearing(target), target.engine.inputs.require_tokenizer()
+    options = body.options(
+        hearing.tokens, tokenizer, task, falls_back=config.transcription_fallback
+    )
+    transcriber = Transcriber(
+        _EngineAnswer(target, f"transcr-{request.state.request_id}"),
+        hearing,
+        tokenizer.byte_table(skip_special_tokens=True),
+        target.engine.info.max_model_len,
+        options,
+    )
+    windows, seconds = await while_connected(request, _windows(target, form.file, hearing))
+    check_queue(target, min(len(windows), MAX_RUNNING))
+    work = _Work(body, tokenizer, transcriber, windows, Transcript(seconds, task))
+    if body.stream:
+        return EventStream(work.events(), lambda: None, config.sse_keep_alive)
+    return await while_connected(request, work.response())
+
+
+def require_hearing(target: Target) -> HearingInfo:
+    """Raise InvalidRequestError for a model that takes no sound."""
+    hearing = target.engine.info.hearing
+    if hearing is not None:
+        return hearing
+    others = [name for one in target.server.models if one.engine.info.hearing for name in one.names]
+    hint = f" Send model as one of: {', '.join(others)}." if others else ""
+    raise InvalidRequestError(
+        f"{target.name} does not hear: it takes no sound. Models such as Whisper do.{hint}",
+        param="model",
+        code="model_not_supported",
+    )
+
+
+async def _windows(
+    target: Target, file: UploadedFile, hearing: HearingInfo
+) -> tuple[list[TimedClip], float]:
+    """Return the windows of a file, and its length in seconds. Raises InvalidRequestError."""
+    sound = target.server.sound
+    assert sound is not None, "a model hears"
+    samples = await asyncio.wrap_future(sound.decode(file.data, FILE))
+    windows = await asyncio.to_thread(split_windows, samples, hearing.seconds)
+    return windows, len(samples) / SAMPLE_RATE
+
+
+class _EngineAnswer:
+    """Lets a model answer the prompts of one transcript."""
+
+    def __init__(self, target: Target, request_id: str) -> None:
+        self._target = target
+        self._name = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        self._count = 0
+
+    async def __call__(
+        self, prompt_token_ids: list[int], clip: Clip, params: SamplingParams, /
+    ) -> AsyncGenerator[Delta, None]:
+        prompt: TokensPrompt = {
+            "prompt_token_ids": prompt_token_ids,
+            "multi_modal_data": {"audio": clip},
+        }
+        id = f"{self._name}-{self._count}"
+        self._count += 1
+        stream = await self._target.engine.submit(
+            prompt, params, request_id=id, adapter=self._target.adapter
+        )
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.close()
+
+
+@dataclass(slots=True)
+class _Work:
+    """A request that is being transcribed."""
+
+    body: TranscriptionRequest
+    tokenizer: Tokenizer
+    transcriber: Transcriber
+    windows: Sequence[TimedClip]
+    transcript: Transcript
+
+    async def response(self) -> Response:
+        async with aclosing(self.transcriber.parts(self.windows, self.transcript)) as parts:
+            async for _ in parts:
+                pass
+        name = self.body.response_format
+        if name not in _TYPES:
+            return Response(msgspec.json.encode(self._done()), media_type="application/json")
+        if name == "text":
+            text = to_text(self.transcript)
+        else:
+            text = (to_srt if name == "srt" else to_vtt)(self.transcript.segments)
+        return Response(text, media_type=_TYPES[name])
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the text as events, at last the complete transcript."""
+        has_usage = self.body.stream_continuous_usage_stats
+        if has_usage:
+            yield event(DeltaEvent("", usage=self._usage()))
+        async with aclosing(self.transcriber.parts(self.windows, self.transcript)) as parts:
+            async for part in parts:
+                found = DeltaEvent(part.text)
+                if part.window is not None and self.body.include:
+                    found.logprobs = self._logprobs([part.window])
+                if part.window is not None and has_usage:
+                    found.usage = self._usage()
+                if part.text or found.logprobs or found.usage:
+                    yield event(found)
+        done: dict[str, Any] = msgspec.to_builtins(self._done())
+        yield event({"type": "transcript.text.done", **done}) + DONE
+
+    def _done(self) -> Transcription | VerboseTranscription:
+        body, transcript = self.body, self.transcript
+        if body.response_format == "verbose_json":
+            return to_verbose(transcript, segments=body.has_segments, words=body.has_words)
+        logprobs = self._logprobs(transcript.windows) if body.include else None
+        return Transcription(transcript.text, logprobs, usage_of(transcript.duration))
+
+    def _logprobs(self, windows: Sequence[WindowText]) -> list[TokenLogprob]:
+        names, byte_lists = self.tokenizer.token_names, self.tokenizer.byte_lists
+        return [
+            TokenLogprob(names[token], logprob, byte_lists[token])
+            for window in windows
+            for token, logprob in zip(window.tokens, window.logprobs, strict=True)
+        ]
+
+    def _usage(self) -> StreamUsage:
+        """Return the seconds before the windows that are not transcribed."""
+        count, total = len(self.transcript.windows), round(self.transcript.duration, 3)
+        done = total if count == len(self.windows) else self.windows[count][0]
+        return StreamUsage(round(done, 3), total)
