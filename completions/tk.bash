@@ -8,7 +8,7 @@ _tk_table() {
     case "$path" in
         "tk")
             flags="--version -h --help"
-            places=("serve ps stop logs chat run bench top models pull show rm config doctor verify collect-env man completion")
+            places=("serve ps stop logs chat run transcribe bench top models pull show rm config doctor verify collect-env man completion")
             ;;
         "tk serve")
             flags="-m --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --generation-config --override-generation-config --max-logprobs --seed --host --port --uds --root-path --served-model-name --api-key --api-key-file --admin-key --ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-hosts --allowed-methods --allowed-headers --allow-credentials --no-allow-credentials --forwarded-allow-ips --max-queue --max-queue-tokens --max-requests-per-key --requests-per-minute --request-timeout --max-audio-mb --max-audio-seconds --shutdown-timeout --idle-timeout --api-workers --web --no-web --strict --no-strict --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --allow-special-tokens-in-messages --no-allow-special-tokens-in-messages --tool-call-parser --reasoning-parser --transcription-fallback --no-transcription-fallback --response-store --sse-keep-alive --metrics-prefix --log-level --log-format --disable-log-requests --no-disable-log-requests --disable-log-stats --no-disable-log-stats --uvicorn-log-level --disable-uvicorn-access-log --no-disable-uvicorn-access-log --otlp-traces-endpoint --middleware --tool-parser-plugin --reasoning-parser-plugin --lora-modules --lora-dir --enable-lora --no-enable-lora --allow-runtime-lora --no-allow-runtime-lora --max-loras --max-cpu-loras --max-lora-rank --lora-embeddings --no-lora-embeddings --speculative-config --logits-processors --strict-plugins --no-strict-plugins --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --limit-mm-per-prompt --mm-cache-gib --mm-processor-kwargs --allowed-local-media-path --allowed-media-domains --dry-run --no-dry-run --json --no-json --detach --no-detach --config --help-all -h --help --api-server-count --device-memory-utilization --kv-cache-memory-bytes --sse-keep-alive-interval --max-num-queued-reqs --max-num-queued-tokens --max-num-active-seqs --max-num-scheduled-tokens --language-model-only --spec-method --spec-model --speculative-model --spec-tokens --num-speculative-tokens --ngram-prompt-lookup-max --ngram-prompt-lookup-min --rope-theta --hf-repo --alias --ctx-size --parallel --batch-size --threads --temp --temperature --top-k --top-p --min-p --repeat-penalty --chat-template-file --chat-template-kwargs --ssl-key-file --ssl-cert-file --no-webui --no-ui --no-cache-prompt --rope-freq-base --model-draft --draft --draft-n --draft-max --spec-draft-n-max --verbose"
@@ -72,6 +72,16 @@ _tk_table() {
                 --mamba-ssm-cache-dtype) kind="auto float32 bfloat16" ;;
                 --scheduling-policy) kind="fcfs priority" ;;
                 --distributed-executor-backend) kind="mp ray" ;;
+            esac
+            ;;
+        "tk transcribe")
+            flags="--files -f --format -o --output -l --language --translate --no-translate --prompt --transcription-fallback --no-transcription-fallback -m --model --url --base-url --api-key --cacert --insecure --no-insecure --config --help-all -h --help"
+            rest="@FILE"
+            case "$1" in
+                --files|--cacert|--config) kind="@FILE" ;;
+                -f|--format) kind="text json srt vtt verbose_json" ;;
+                -o|--output|-l|--language|--prompt|--url|--base-url|--api-key) kind="@ANY" ;;
+                -m|--model) kind="@MODEL" ;;
             esac
             ;;
         "tk bench")
@@ -214,7 +224,7 @@ _tk_table() {
         "tk config show")
             flags="--command --origin --config --json -h --help"
             case "$1" in
-                --command) kind="serve ps stop logs chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics" ;;
+                --command) kind="serve ps stop logs chat run transcribe bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics" ;;
                 --config) kind="@FILE" ;;
             esac
             ;;
@@ -244,7 +254,7 @@ _tk_table() {
             ;;
         "tk man")
             flags="-h --help"
-            rest="serve ps stop logs chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics"
+            rest="serve ps stop logs chat run transcribe bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics"
             ;;
         "tk completion")
             flags="--install -h --help"
@@ -288,7 +298,7 @@ _tk() {
     local cur=${words[last]}
     while ((i < last)); do
         case "$path ${words[i]}" in
-            "tk serve"|"tk ps"|"tk stop"|"tk logs"|"tk chat"|"tk run"|"tk bench"|"tk bench serve"|"tk bench sweep"|"tk bench compare"|"tk bench offline"|"tk bench latency"|"tk bench prefill"|"tk top"|"tk models"|"tk pull"|"tk show"|"tk rm"|"tk config"|"tk config show"|"tk doctor"|"tk verify"|"tk collect-env"|"tk man"|"tk completion") path+=" ${words[i]}" ;;
+            "tk serve"|"tk ps"|"tk stop"|"tk logs"|"tk chat"|"tk run"|"tk transcribe"|"tk bench"|"tk bench serve"|"tk bench sweep"|"tk bench compare"|"tk bench offline"|"tk bench latency"|"tk bench prefill"|"tk top"|"tk models"|"tk pull"|"tk show"|"tk rm"|"tk config"|"tk config show"|"tk doctor"|"tk verify"|"tk collect-env"|"tk man"|"tk completion") path+=" ${words[i]}" ;;
             *) break ;;
         esac
         ((i++))

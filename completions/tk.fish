@@ -4,7 +4,7 @@ function __tk_at -d 'Test whether the line is at this command'
     set -l words (commandline -opc)
     set -l path tk
     for word in $words[2..]
-        contains -- "$path $word" 'tk serve' 'tk ps' 'tk stop' 'tk logs' 'tk chat' 'tk run' 'tk bench' 'tk bench serve' 'tk bench sweep' 'tk bench compare' 'tk bench offline' 'tk bench latency' 'tk bench prefill' 'tk top' 'tk models' 'tk pull' 'tk show' 'tk rm' 'tk config' 'tk config show' 'tk doctor' 'tk verify' 'tk collect-env' 'tk man' 'tk completion'; or break
+        contains -- "$path $word" 'tk serve' 'tk ps' 'tk stop' 'tk logs' 'tk chat' 'tk run' 'tk transcribe' 'tk bench' 'tk bench serve' 'tk bench sweep' 'tk bench compare' 'tk bench offline' 'tk bench latency' 'tk bench prefill' 'tk top' 'tk models' 'tk pull' 'tk show' 'tk rm' 'tk config' 'tk config show' 'tk doctor' 'tk verify' 'tk collect-env' 'tk man' 'tk completion'; or break
         set path "$path $word"
     end
     test "$path" = "$argv[1]"
@@ -28,6 +28,7 @@ complete -c tk -n "__tk_at 'tk'" -a stop -d 'Stop a running server'
 complete -c tk -n "__tk_at 'tk'" -a logs -d 'Print the log of a running server'
 complete -c tk -n "__tk_at 'tk'" -a chat -d 'Chat with a model in the terminal'
 complete -c tk -n "__tk_at 'tk'" -a run -d 'Answer one prompt and exit, or open a chat'
+complete -c tk -n "__tk_at 'tk'" -a transcribe -d 'Transcribe sound files, or translate them into English'
 complete -c tk -n "__tk_at 'tk'" -a bench -d 'Measure latency and throughput of a running server'
 complete -c tk -n "__tk_at 'tk'" -a top -d 'Watch running servers: throughput, latency, live requests and bottlenecks'
 complete -c tk -n "__tk_at 'tk'" -a models -d 'List local models'
@@ -327,6 +328,26 @@ complete -c tk -n "__tk_at 'tk run'" -l worker-timeout -x -d 'Seconds after whic
 complete -c tk -n "__tk_at 'tk run'" -l config -r -F -d 'Settings file to use instead of ./tk.toml and the user\'s tk.toml'
 complete -c tk -n "__tk_at 'tk run'" -l help-all -d 'Show every setting and exit'
 complete -c tk -n "__tk_at 'tk run'" -s h -l help -d 'Show this message and exit'
+
+# tk transcribe
+complete -c tk -n "__tk_at 'tk transcribe'" -l files -r -F -d 'Sound files, or - for standard input'
+complete -c tk -n "__tk_at 'tk transcribe'" -s f -l format -x -a 'text json srt vtt verbose_json' -d 'Format of the transcripts'
+complete -c tk -n "__tk_at 'tk transcribe'" -s o -l output -x -d 'Folder for a transcript of each file, such as talk.srt for talk.wav'
+complete -c tk -n "__tk_at 'tk transcribe'" -s l -l language -x -d 'Language of the sound: a code such as en, or its name'
+complete -c tk -n "__tk_at 'tk transcribe'" -l translate -d 'Translate into English'
+complete -c tk -n "__tk_at 'tk transcribe'" -l no-translate -d 'Translate into English'
+complete -c tk -n "__tk_at 'tk transcribe'" -l prompt -x -d 'Text before the sound: names and a style for the transcript to follow'
+complete -c tk -n "__tk_at 'tk transcribe'" -l transcription-fallback -d 'Repeat bad transcripts at higher temperatures, and leave out sound without speech'
+complete -c tk -n "__tk_at 'tk transcribe'" -l no-transcription-fallback -d 'Repeat bad transcripts at higher temperatures, and leave out sound without speech'
+complete -c tk -n "__tk_at 'tk transcribe'" -s m -l model -x -a '(__tk_values MODEL)' -d 'Model that transcribes'
+complete -c tk -n "__tk_at 'tk transcribe'" -l url -l base-url -x -d 'tk server to use'
+complete -c tk -n "__tk_at 'tk transcribe'" -l api-key -x -d 'API key of the server'
+complete -c tk -n "__tk_at 'tk transcribe'" -l cacert -r -F -d 'Certificates (PEM) of authorities, or of the server, to trust over TLS'
+complete -c tk -n "__tk_at 'tk transcribe'" -l insecure -d 'Accept any certificate over TLS'
+complete -c tk -n "__tk_at 'tk transcribe'" -l no-insecure -d 'Accept any certificate over TLS'
+complete -c tk -n "__tk_at 'tk transcribe'" -l config -r -F -d 'Settings file to use instead of ./tk.toml and the user\'s tk.toml'
+complete -c tk -n "__tk_at 'tk transcribe'" -l help-all -d 'Show every setting and exit'
+complete -c tk -n "__tk_at 'tk transcribe'" -s h -l help -d 'Show this message and exit'
 
 # tk bench
 complete -c tk -n "__tk_at 'tk bench'" -a serve -d 'Do the same as tk bench; this is its name in vLLM'
@@ -743,7 +764,7 @@ complete -c tk -n "__tk_at 'tk config'" -a show -d 'Print the current value of e
 complete -c tk -n "__tk_at 'tk config'" -s h -l help -d 'Show this message and exit'
 
 # tk config show
-complete -c tk -n "__tk_at 'tk config show'" -l command -x -a 'serve ps stop logs chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics' -d 'Only this command, such as serve or \'bench offline\''
+complete -c tk -n "__tk_at 'tk config show'" -l command -x -a 'serve ps stop logs chat run transcribe bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics' -d 'Only this command, such as serve or \'bench offline\''
 complete -c tk -n "__tk_at 'tk config show'" -l origin -d 'Show the origin of each value: flag, variable, file or default'
 complete -c tk -n "__tk_at 'tk config show'" -l config -r -F -d 'Settings file to use instead of ./tk.toml'
 complete -c tk -n "__tk_at 'tk config show'" -l json -d 'Print JSON, with origins'
@@ -803,7 +824,7 @@ complete -c tk -n "__tk_at 'tk verify'" -s h -l help -d 'Show this message and e
 complete -c tk -n "__tk_at 'tk collect-env'" -s h -l help -d 'Show this message and exit'
 
 # tk man
-complete -c tk -n "__tk_at 'tk man'" -a 'serve ps stop logs chat run bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics'
+complete -c tk -n "__tk_at 'tk man'" -a 'serve ps stop logs chat run transcribe bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics'
 complete -c tk -n "__tk_at 'tk man'" -s h -l help -d 'Show this message and exit'
 
 # tk completion

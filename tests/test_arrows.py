@@ -158,6 +158,7 @@ ARROWS = {
     "bench": {"client", "engine", "sampling"},
     "chat": {"client", "hub"},
     "top": {"client"},
+    "transcribe": {"chat", "client", "hub", "speech"},
     "cli": {
         "bench",
         "chat",
@@ -169,6 +170,7 @@ ARROWS = {
         "sampling",
         "serving",
         "top",
+        "transcribe",
         "verify",
     },
     "__init__": {"engine", "sampling"},

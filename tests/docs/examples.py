@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import trustme
 from safetensors.torch import load_file, save_file
@@ -13,6 +16,8 @@ from torch.nn.functional import pad
 
 from tests.checkpoints import edit_json
 from tests.server import Server
+from tests.speech.hearing import TOKENS, FakeModel, Heard, spelled
+from tests.speech.served import Served, serving, wav
 from toolkit.demo import MODEL_DIR
 
 QUESTION = "What is a KV cache?"
@@ -51,6 +56,28 @@ def write_files(folder: Path) -> None:
     (folder / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in TRACE))
 
 
+def write_sound(folder: Path) -> None:
+    """Write the sound files that examples read."""
+    for name in ("talk", "call"):
+        (folder / f"{name}.wav").write_bytes(wav(2.0))
+
+
+@contextmanager
+def hearing_server() -> Iterator[SimpleNamespace]:
+    """Serve an invented model under the name of a real one, which hears the same in all files."""
+
+    def reply(heard: Heard) -> tuple[list[int], float]:
+        has_times = heard.prompt[-1] != TOKENS.no_timestamps
+        return spelled(0.0, " The sea is calm.", 1.5) if has_times else spelled(" Hello."), -0.25
+
+    served = Served(FakeModel(reply), name="openai/whisper-tiny")
+    try:
+        with serving(served) as url:
+            yield SimpleNamespace(url=url)
+    finally:
+        served.close()
+
+
 def write_certificate(folder: Path) -> None:
     """Write `key.pem` and `cert.pem` of this machine."""
     identity = trustme.CA().issue_cert("localhost")
@@ -65,7 +92,7 @@ def shortened(line: str) -> str:
     return line
 
 
-def directed(line: str, server: Server) -> str:
+def directed(line: str, server: Server | SimpleNamespace) -> str:
     """Return the quick version of an example, with the address of a running server."""
     return (
         shortened(line)

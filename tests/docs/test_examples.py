@@ -16,11 +16,13 @@ import pytest
 from tests.docs.examples import (
     QUESTION,
     directed,
+    hearing_server,
     is_invalid_measurement,
     save_model,
     shortened,
     write_certificate,
     write_files,
+    write_sound,
 )
 from tests.hub import Hub, hub_variables
 from tests.local import LocalServer
@@ -40,7 +42,8 @@ SERVERS = [
 ]
 """`tk serve` alone is the server that other examples use."""
 ENGINES = [line for line in LINES if re.search("tk (run|bench (offline|latency|prefill))", line)]
-OTHERS = [line for line in LINES if line not in SERVERS + ENGINES and line != "tk serve"]
+SPEECH = [line for line in LINES if line.startswith("tk transcribe")]
+OTHERS = [line for line in LINES if line not in SERVERS + ENGINES + SPEECH and line != "tk serve"]
 SHELL = re.compile(r"^(?!tk )|[|&<~]|^tk man")
 """Examples for a shell; `tk man` replaces its process. The others run in this process: faster."""
 SHORT = {
@@ -163,6 +166,16 @@ def test_example_runs_in_a_shell(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout or "source" in line
+
+
+def test_examples_transcribe(tmp_path: Path, tk_here: Callable):
+    write_sound(tmp_path)
+    with hearing_server() as server:
+        for line in SPEECH:
+            done = tk_here(*shlex.split(line)[1:], cwd=tmp_path, TK_URL=server.url)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout
+    assert (tmp_path / "subtitles" / "call.srt").is_file()
 
 
 @pytest.mark.parametrize("line", ENGINES)

@@ -26,10 +26,12 @@ from safetensors.torch import load_file, save_file
 from tests.docs.examples import (
     QUESTION,
     directed,
+    hearing_server,
     is_invalid_measurement,
     save_model,
     write_certificate,
     write_files,
+    write_sound,
 )
 from tests.docs.test_completions import COMMANDS
 from tests.hub import Hub, hub_variables
@@ -62,6 +64,8 @@ NOT_RUN = {
     r"make (serve|test)$": "sets up .venv",
     r"pip install ": "needs a package index",
     r"ray (start|get-auth-token) ": "needs several machines",
+    r"ffmpeg ": "needs ffmpeg",
+    r"tk serve openai/whisper": "needs a model that hears",
     r"curl -X DELETE .*/tk/requests/ID$": "needs a request in progress",
     r"tk \w+ \S*(\.gguf|-GGUF:)": "needs a GGUF model",
     r"tk serve .*\"eagle3\"": "needs a drafter that was trained for the model",
@@ -76,6 +80,8 @@ MANUAL = {
 }
 """Examples of the manual, which `test_examples` runs."""
 HUB = re.compile(r"tk (pull|show|rm) [A-Z]")
+SPEECH = re.compile(r"tk transcribe |curl .*/v1/audio/")
+"""Commands for a server whose model hears."""
 SHELL = re.compile(r"[|<>~]|&&|\$|^tk man")
 """Commands for a shell; `tk man` replaces its process. The others run in this process."""
 LANGUAGES = {"sh", "console", "ini", "python", "json", "toml", "text"}
@@ -183,6 +189,8 @@ def kind_of(line: str) -> str:
         return "not run"
     if line in MANUAL:
         return "manual"
+    if SPEECH.match(line):
+        return "speech"
     if HUB.match(line):
         return "hub"
     if line.startswith("curl "):
@@ -212,6 +220,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(target)
     write_files(folder)
+    write_sound(folder)
     write_server_files(folder)
     for name in ("sql", "sql-2", "support"):
         save_adapter(folder / "adapters" / name, folder / "model")
@@ -261,6 +270,13 @@ def server(folder: Path) -> Iterator[Server]:
     running = LocalServer(CHAT_MODEL, *options, *adapter, cwd=folder)
     yield running
     running.stop()
+
+
+@pytest.fixture(scope="module")
+def hearing() -> Iterator[SimpleNamespace]:
+    """A server whose model hears."""
+    with hearing_server() as server:
+        yield server
 
 
 @pytest.fixture
@@ -319,6 +335,25 @@ def test_curl_lines_get_an_answer(line: str, server: Server, folder: Path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("line", lines_of("speech"))
+def test_speech_is_transcribed(
+    line: str, hearing: SimpleNamespace, tmp_path: Path, tk_here: Callable
+):
+    if line.startswith("curl ") and shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    write_sound(tmp_path)
+    line = directed(line, hearing).replace("curl ", "curl --silent --fail-with-body ", 1)
+    if line.startswith("tk "):
+        done = tk_here(*words(line)[1:], cwd=tmp_path, TK_URL=hearing.url)
+    else:
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+
+
 @pytest.mark.parametrize("line", lines_of("shell"))
 def test_pipelines_run(
     line: str, server: Server, folder: Path, environment: dict[str, str], programs: Path
@@ -355,6 +390,7 @@ SNIPPETS = [b for b in BLOCKS if b.language == "python" and not b.is_of_reposito
 def test_python_runs(
     page: str,
     server: Server,
+    hearing: SimpleNamespace,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -363,11 +399,12 @@ def test_python_runs(
     stand_in = SimpleNamespace(Popen=CoreThread, PIPE=subprocess.PIPE)
     monkeypatch.setattr(core_client, "subprocess", stand_in)
     monkeypatch.chdir(folder)
+    asked = hearing if page == "docs/speech.md" else server
     names: dict[str, object] = {"__name__": "__main__"}
     try:
         for block in SNIPPETS:
             if block.page == page:
-                exec(compile(directed(block.text, server), block.place, "exec"), names)
+                exec(compile(directed(block.text, asked), block.place, "exec"), names)
     finally:
         for value in names.values():
             if isinstance(value, LLM):

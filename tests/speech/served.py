@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 import wave
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
+import uvicorn
 
 from tests.speech.hearing import BYTES, HEARING, Delta, FakeModel
 from toolkit.api.app import make_app
@@ -88,13 +92,17 @@ class Served:
     """The application, and clients of it. Close it with `close`."""
 
     def __init__(
-        self, model: FakeModel, hearing: HearingInfo | None = HEARING, **config: Any
+        self,
+        model: FakeModel,
+        hearing: HearingInfo | None = HEARING,
+        name: str = "tiny",
+        **config: Any,
     ) -> None:
         self.engine: Any = Engine(model, hearing)
         self.pool = SoundPool(SoundLimits(max_seconds=600))
         self.pool.start()
         settings = ServerConfig(**config)
-        models = [ServedModel(self.engine, ("tiny",))]
+        models = [ServedModel(self.engine, (name,))]
         self.app = make_app(Server(settings, models, sound=self.pool))
 
     def http(self) -> httpx.AsyncClient:
@@ -109,6 +117,23 @@ class Served:
 
     def close(self) -> None:
         self.pool.close()
+
+
+@contextmanager
+def serving(served: Served) -> Iterator[str]:
+    """Serve the application on a free port. Yields its address."""
+    config = uvicorn.Config(served.app, port=0, lifespan="off", log_config=None, ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def wav(seconds: float, number: int = 0, rate: int = SAMPLE_RATE) -> bytes:

@@ -1,7 +1,7 @@
 """The names of the commands."""
 
 SUBJECTS = {
-    "Serve": ("serve", "ps", "stop", "logs", "chat", "run"),
+    "Serve": ("serve", "ps", "stop", "logs", "chat", "run", "transcribe"),
     "Measure": ("bench", "top"),
     "Models": ("models", "pull", "show", "rm"),
     "Machine": ("config", "doctor", "verify", "collect-env", "man", "completion"),

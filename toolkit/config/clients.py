@@ -1,4 +1,4 @@
-"""Settings of the clients: `tk top` and `tk chat`."""
+"""Settings of the clients: `tk top`, `tk chat` and `tk transcribe`."""
 
 import re
 from dataclasses import dataclass
@@ -223,6 +223,72 @@ class ChatConfig:
         if not isinstance(self.model, Word):
             return ""
         return f" ({self.model} was read as a model name; --prompt {self.model} asks a question.)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscribeConfig:
+    """Settings of transcriptions."""
+
+    files: tuple[str, ...] = option(
+        (),
+        "Sound files, or - for standard input. WAV always works; other formats need the extra "
+        "audio.",
+        argument=True,
+        metavar="FILE",
+        subject="Transcripts",
+        common=True,
+    )
+    format: Literal["text", "json", "srt", "vtt", "verbose_json"] = option(
+        "text",
+        "Format of the transcripts. srt and vtt are subtitles.",
+        aliases=("-f",),
+        common=True,
+    )
+    output: str | None = option(
+        None,
+        "Folder for a transcript of each file, such as talk.srt for talk.wav. Default: print them.",
+        aliases=("-o",),
+        metavar="DIR",
+        common=True,
+    )
+    language: str | None = option(
+        None,
+        "Language of the sound: a code such as en, or its name. Default: it is detected.",
+        aliases=("-l",),
+        common=True,
+    )
+    translate: bool = option(False, "Translate into English.", common=True)
+    prompt: str | None = option(
+        None, "Text before the sound: names and a style for the transcript to follow.", common=True
+    )
+    transcription_fallback: bool = option(
+        False,
+        "Repeat bad transcripts at higher temperatures, and leave out sound without speech. Costs "
+        "time.",
+    )
+    model: str | None = option(
+        None,
+        "Model that transcribes. If no server has it, a private server is started with it. "
+        "Default: that of a server that runs.",
+        aliases=("-m",),
+        metavar="MODEL",
+        subject="Server",
+        common=True,
+    )
+    url: str | None = option(
+        None,
+        "tk server to use. Default: one that runs on this machine, else a private server.",
+        aliases=("--base-url",),
+        common=True,
+    )
+    api_key: str | None = option(None, "API key of the server. TK_API_KEY keeps it out of ps.")
+    cacert: str | None = option(None, CACERT, metavar="FILE")
+    insecure: bool = option(False, INSECURE)
+
+    def __post_init__(self) -> None:
+        check_all(self)
+        if self.url is not None:
+            object.__setattr__(self, "url", server_url(self.url))
 
 
 def server_url(text: str) -> str:

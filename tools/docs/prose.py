@@ -186,6 +186,22 @@ PROSE = {
         environment=HUB,
         see_also=("tk-chat(1)",),
     ),
+    "tk-transcribe": Prose(
+        examples=(
+            ("Print the text of a file:", "tk transcribe talk.wav"),
+            (
+                "Write subtitles of several files:",
+                "tk transcribe talk.wav call.wav --format srt --output subtitles",
+            ),
+            ("Translate German into English:", "tk transcribe call.wav --translate -l de"),
+        ),
+        environment=(*HUB, *COLOR),
+        exit_codes=(
+            ("1", "A file could not be transcribed; the others were. Or an internal error."),
+            ("129, 143", "SIGHUP or SIGTERM. A private server has been stopped."),
+        ),
+        see_also=("tk-serve(1)",),
+    ),
     "tk-bench": Prose(
         examples=(
             (

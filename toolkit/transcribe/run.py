@@ -1,0 +1,244 @@
+"""Transcribe files by a server that runs on this machine, or by a private one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from toolkit.chat.answers.client import Address, ModelInfo
+from toolkit.chat.local import exit_on_signals, local_server
+from toolkit.chat.screen.starting import show_progress
+from toolkit.chat.screen.terminal import Terminal
+from toolkit.client.choice import choose_server, ready_servers
+from toolkit.client.trust import Trust
+from toolkit.client.wire import ServerError
+from toolkit.config.clients import TranscribeConfig
+from toolkit.errors import ConfigError, ToolkitError
+from toolkit.logs import escape_controls, escape_line
+from toolkit.transcribe.client import EXTENSIONS, TranscriptionClient, Wishes, to_format
+from toolkit.transcribe.progress import ProgressDisplay
+
+STDIN = "-"
+TASK = "transcription"
+MAX_FILES = 8  # that the server has at once; it transcribes many windows of each together
+NO_LIMITS = ("--max-audio-mb", "16384", "--max-audio-seconds", "86400")
+"""Flags of a private server: the files are the user's own."""
+
+
+def run(config: TranscribeConfig) -> int:
+    """Transcribe the files. Return the exit code: 1 if one of them failed."""
+    jobs = make_jobs(config)
+    with exit_on_signals(signal.SIGTERM, signal.SIGHUP), find_server(config) as (address, model):
+        wishes = Wishes(
+            model=model.name,
+            format=config.format,
+            language=config.language,
+            prompt=config.prompt,
+            translate=config.translate,
+            fallback=config.transcription_fallback or None,
+        )
+        return asyncio.run(_transcribe_all(address, wishes, jobs))
+
+
+@dataclass(slots=True)
+class Job:
+    """A file to transcribe."""
+
+    name: str  # as given
+    output: Path | None  # None: stdout
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    text: str = ""  # complete, in the format
+    error: str | None = None
+
+    def open(self) -> BinaryIO:
+        """Open the file. That of stdin is copied to the disk, if it is large. Raises OSError."""
+        if self.name != STDIN:
+            return Path(self.name).expanduser().open("rb")
+        file = tempfile.SpooledTemporaryFile(2**24)  # noqa: SIM115  (closed by the caller)
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        file.seek(0)
+        return cast(BinaryIO, file)
+
+
+def make_jobs(config: TranscribeConfig) -> list[Job]:
+    """Return a job for each file. Raises ConfigError for settings that exclude each other."""
+    if not config.files:
+        raise ConfigError(
+            "There is no file: tk transcribe FILE, or - for standard input.", param="files"
+        )
+    if config.files.count(STDIN) > 1:
+        raise ConfigError("Standard input (-) can be transcribed once.", param="files")
+    if config.output is None:
+        if len(config.files) > 1 and config.format in ("srt", "vtt"):
+            raise ConfigError(
+                f"Several files as {config.format} need --output DIR, a file for each.",
+                param="output",
+            )
+        return [Job(name, None) for name in config.files]
+    folder = Path(config.output).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    ending = EXTENSIONS[config.format]
+    stems = ["stdin" if name == STDIN else Path(name).stem for name in config.files]
+    if len(set(stems)) < len(stems):  # such as a.wav and a.mp3
+        stems = ["stdin" if name == STDIN else Path(name).name for name in config.files]
+    if len(set(stems)) < len(stems):
+        raise ConfigError(
+            "Two files have the same name, so that one transcript would replace the other.",
+            param="files",
+        )
+    return [
+        Job(name, folder / f"{stem}.{ending}")
+        for name, stem in zip(config.files, stems, strict=True)
+    ]
+
+
+@contextmanager
+def find_server(config: TranscribeConfig) -> Iterator[tuple[Address, ModelInfo]]:
+    """Yield a server and a model that hears: at --url, else one that runs, else a private one.
+
+    Raises ServerError and ConfigError."""
+    found = _at(config.url, config) if config.url is not None else _find_running(config)
+    if found is not None:
+        yield found
+        return
+    if config.model is None:
+        raise ServerError(
+            "No server with a model that hears runs on this machine, and no model is given. Give "
+            "one, such as --model openai/whisper-tiny, or start a server: tk serve "
+            "openai/whisper-tiny."
+        )
+    from toolkit.hub import download_missing
+
+    download_missing(config.model)
+    terminal = Terminal()
+    with (
+        show_progress(terminal, f"Starting {config.model}") as tick,
+        local_server(config.model, tick=tick, flags=NO_LIMITS) as server,
+    ):
+        tick(-1.0, "")
+        address = Address(server.url, server.api_key)
+        yield address, _require_hearing(address, address.list_models()[0])
+
+
+def _at(url: str, config: TranscribeConfig) -> tuple[Address, ModelInfo]:
+    """Return the server at a URL, and the model that is wanted or hears."""
+    address = Address(url, config.api_key, Trust(config.cacert, config.insecure))
+    models = address.list_models()
+    if config.model is not None:
+        named = (one for one in models if config.model in (one.name, one.root))
+        return address, _require_hearing(address, next(named, ModelInfo(config.model)))
+    hearing = (one for one in models if one.tasks is None or TASK in one.tasks)
+    return address, _require_hearing(address, next(hearing, models[0]))
+
+
+def _find_running(config: TranscribeConfig) -> tuple[Address, ModelInfo] | None:
+    """Return a server of this machine that has the model, or one that hears; None if none has."""
+    if config.model is not None:
+        if not any(one.has(config.model) for one in ready_servers()):
+            return None
+        server = choose_server(config.model)
+        return None if server is None else _at(server.url, config)
+    found = []
+    for one in ready_servers():
+        with suppress(ServerError):  # it does not hear, needs a key, or has ended
+            found.append(_at(one.url, config))
+    if len(found) > 1:
+        urls = ", ".join(f"{model.name} at {address.url}" for address, model in found)
+        raise ConfigError(f"{len(found)} servers hear: {urls}. Choose with --url.", param="url")
+    return found[0] if found else None
+
+
+def _require_hearing(address: Address, model: ModelInfo) -> ModelInfo:
+    """Return the model. Raises ServerError if its server says that it does not hear."""
+    if model.tasks is None or TASK in model.tasks:
+        return model
+    raise ServerError(
+        f"{model.name} at {address.title} does not hear: it takes no sound. Models such as "
+        "openai/whisper-tiny do."
+    )
+
+
+async def _transcribe_all(address: Address, wishes: Wishes, jobs: Sequence[Job]) -> int:
+    """Transcribe all files, several at once, and print or write them in order."""
+    client = TranscriptionClient(address)
+    prints_live = len(jobs) == 1 and jobs[0].output is None and wishes.format == "text"
+    display = ProgressDisplay(is_shown=not (prints_live and sys.stdout.isatty()))
+    free = asyncio.Semaphore(MAX_FILES)
+
+    async def transcribe(job: Job) -> None:
+        async with free:
+            try:
+                await _transcribe(client, wishes, job, display, prints_live=prints_live)
+            except (ToolkitError, OSError) as error:
+                job.error = str(error)
+            finally:
+                job.ended.set()
+
+    tasks = [asyncio.ensure_future(transcribe(job)) for job in jobs]
+    try:
+        with display:
+            for job in jobs:
+                await job.ended.wait()
+                if job.error is None and not prints_live:
+                    _print(job, has_heading=len(jobs) > 1 and wishes.format == "text")
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.close()
+    for job in jobs:
+        if job.error is not None:
+            print(escape_line(f"tk: {job.name}: {job.error}"), file=sys.stderr)
+    num_good = sum(job.error is None for job in jobs)
+    if num_good:
+        print(display.summary(num_good), file=sys.stderr)
+    return 0 if num_good == len(jobs) else 1
+
+
+async def _transcribe(
+    client: TranscriptionClient,
+    wishes: Wishes,
+    job: Job,
+    display: ProgressDisplay,
+    *,
+    prints_live: bool,
+) -> None:
+    """Transcribe a file. Raises ToolkitError and OSError."""
+    done: dict[str, Any] = {}
+    with await asyncio.to_thread(job.open) as file, display.file(job.name) as progress:
+        name = os.path.basename(job.name)
+        async with aclosing(client.transcribe(file, name, wishes)) as steps:
+            async for step in steps:
+                if prints_live:
+                    _write(step.text)
+                if step.seconds is not None and step.total_seconds is not None:
+                    progress.update(step.seconds, step.total_seconds)
+                done = step.done or done
+    job.text = to_format(done, wishes.format)
+    if prints_live:
+        _write("\n")
+    if job.output is not None:
+        await asyncio.to_thread(job.output.write_text, job.text, encoding="utf-8")
+
+
+def _print(job: Job, *, has_heading: bool) -> None:
+    """Print the transcript, or the name of the file that has it."""
+    if job.output is not None:
+        print(escape_line(str(job.output)))
+        return
+    _write(f"==> {escape_line(job.name)} <==\n{job.text}\n" if has_heading else job.text)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(escape_controls(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
