@@ -123,12 +123,13 @@ def test_samples_in_flight_are_limited(start: Callable[..., SoundPool]):
 
 
 def test_pools_of_several_processes_share_a_zygote(start: Callable[..., SoundPool], tmp_path: Path):
+    before = psutil.Process().children()
     server = KeeperServer(str(tmp_path / "zygotes"))
     pools = [start(str(tmp_path / "zygotes")) for _ in range(2)]
-    before = psutil.Process().children()
     assert all(len(one.decode(FILE).result(30)) == 16_000 for one in pools)
     zygotes = [one for one in psutil.Process().children() if one not in before]
-    assert len(zygotes) <= 1
+    assert len(zygotes) == 1
     for one in pools:
         one.close()
     server.close()
+    assert living(zygotes) == []

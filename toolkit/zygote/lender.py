@@ -27,7 +27,7 @@ from toolkit.zygote.messages import (
     Waiting,
 )
 
-KEPT = 0.005  # seconds for several tasks: to take a worker costs as much as a small one
+KEPT = 0.005  # seconds for several tasks: to take a worker costs as much as a small task
 
 
 Data = bytes | bytearray | memoryview | mmap.mmap
