@@ -83,6 +83,7 @@ class FakeModel:
     reply: Callable[[Heard], tuple[Sequence[int], float]]
     language: int = 259
     no_speech_logprob: float = -10.0
+    pause: float = 0.0  # seconds before each token
     heard: list[Heard] = field(default_factory=list)
     num_running: int = 0
     most_running: int = 0
@@ -103,7 +104,7 @@ class FakeModel:
         try:
             tokens, logprob = self.reply(one)
             for token in [*tokens, 256]:
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.pause)
                 logprobs = None if params.logprobs is None else Logprobs([logprob])
                 yield Delta([token], logprobs)
         finally:

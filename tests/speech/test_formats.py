@@ -23,6 +23,7 @@ def transcript() -> Transcript:
     windows = [
         WindowText(
             start=start,
+            end=start + 29.5,
             text=segment.text,
             tokens=segment.tokens,
             segments=[segment],
@@ -36,7 +37,10 @@ def transcript() -> Transcript:
 
 
 def test_text_ends_with_a_newline():
-    assert to_text(Transcript(1.0, windows=[WindowText(start=0.0, text=" Yes. ")])) == "Yes.\n"
+    assert (
+        to_text(Transcript(1.0, windows=[WindowText(start=0.0, end=1.0, text=" Yes. ")]))
+        == "Yes.\n"
+    )
 
 
 def test_srt_has_numbers_times_and_lines():

@@ -34,11 +34,11 @@ def windows(count: int, seconds: float = 29.5):
     return [(seconds * index, clip_of(seconds, index)) for index in range(count)]
 
 
-def run(model: FakeModel, count: int = 3, **options):
+def run(model: FakeModel, count: int = 3, aligner=None, **options):
     """Return (parts of text, transcript)."""
 
     async def collect():
-        made = Transcriber(model, HEARING, BYTES, 448, TranscriptionOptions(**options))
+        made = Transcriber(model, HEARING, BYTES, 448, TranscriptionOptions(**options), aligner)
         transcript, texts = Transcript(29.5 * count), []
         async with aclosing(made.parts(windows(count), transcript)) as parts:
             texts += [part.text async for part in parts]
@@ -54,6 +54,7 @@ def test_windows_run_together_and_are_joined_in_order():
     assert "".join(texts) == transcript.text
     assert model.most_running == 5
     assert [one.start for one in transcript.windows] == [0.0, 29.5, 59.0, 88.5, 118.0]
+    assert transcript.windows[-1].end == 147.5
     assert {tuple(one.prompt) for one in model.answers} == {(257, 258, 262, 265)}
 
 
@@ -131,6 +132,27 @@ def test_timestamps_give_segments_of_the_file():
     assert scores.avg_logprob == pytest.approx(-0.5)
     assert scores.no_speech_prob == pytest.approx(4.54e-5, rel=1e-3)
     assert model.answers[0].prompt == [257, 258, 262]
+
+
+def test_words_have_the_times_of_their_tokens():
+    """The aligner gets the text without timestamps, and times are those of the file."""
+    asked = []
+
+    async def align(clip, prompt, text):
+        asked.append((prompt, bytes(text)))
+        return [(0.1 * index, 0.1 * (index + 1)) for index in range(len(text))]
+
+    model = FakeModel(lambda heard: (spelled(0.0, " Oh, no!", 2.0), -0.5))
+    _, transcript = run(model, 2, aligner=align, language="en", has_timestamps=True)
+    assert asked == [([257, 258, 262, 265], b" Oh, no!")] * 2
+    words = [
+        (one.word, round(one.start, 3), round(one.end, 3))
+        for window in transcript.windows
+        for one in window.words
+    ]
+    assert words == [
+        ("Oh,", 0.0, 0.4), ("no!", 0.4, 0.8), ("Oh,", 29.5, 29.9), ("no!", 29.9, 30.3),
+    ]  # fmt: skip
 
 
 def test_logprobs_are_those_of_the_tokens():

@@ -137,4 +137,6 @@ def _curl(model: LoadedModel, url: str, config: ServerConfig) -> str:
     else:
         path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 32}'
     reach = f"--unix-socket {shlex.quote(config.uds)} " if config.uds is not None else ""
+    if model.info.hearing is not None:
+        return f"curl {reach}{url}/v1/audio/transcriptions{key} -F file=@speech.wav"
     return f"curl {reach}{url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"

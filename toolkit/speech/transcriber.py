@@ -11,7 +11,9 @@ from typing import Protocol
 
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
+from toolkit.speech.alignment import Span, time_words
 from toolkit.speech.clip import Clip
+from toolkit.speech.languages import WITHOUT_SPACES
 from toolkit.speech.segments import Segment, SpeechText, split_segments
 from toolkit.speech.tokens import HearingInfo, Task
 from toolkit.speech.transcript import (
@@ -19,8 +21,10 @@ from toolkit.speech.transcript import (
     TextJoiner,
     Transcript,
     WindowText,
+    Word,
     compression_ratio,
 )
+from toolkit.speech.windows import TimedClip
 
 MAX_RUNNING = 64  # windows of one file that the engine has at once
 
@@ -32,9 +36,6 @@ TEMPERATURE_STEP = 0.2
 MOST_TEMPERATURE = 1.0
 MOST_SURE_TEMPERATURE = 0.5
 """Highest temperature whose text the next window may follow."""
-
-TimedClip = tuple[float, Clip]
-"""A window: its start in seconds, and its sound."""
 
 
 class Logprobs(Protocol):
@@ -56,6 +57,14 @@ class Answer(Protocol):
     def __call__(
         self, prompt_token_ids: list[int], clip: Clip, params: SamplingParams, /
     ) -> AsyncGenerator[AnswerPart, None]: ...
+
+
+class Aligner(Protocol):
+    """Function that finds the times of the text after a prompt, in seconds of the clip."""
+
+    async def __call__(
+        self, clip: Clip, prompt_token_ids: list[int], text_token_ids: list[int], /
+    ) -> Sequence[Span]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +119,10 @@ class Transcriber:
         token_bytes: Mapping[int, bytes],
         max_model_len: int,
         options: TranscriptionOptions,
+        aligner: Aligner | None = None,
     ) -> None:
-        """token_bytes: the part of the text of each token, by id.
+        """token_bytes: the part of the text of each token, by id. aligner: finds the times of
+        words, if they are wanted.
 
         Raises InvalidRequestError if the model cannot translate."""
         if options.task == "translate" and not hearing.tokens.is_multilingual:
@@ -120,7 +131,7 @@ class Transcriber:
                 "/v1/audio/transcriptions."
             )
         self._answer, self._tokens, self._bytes = answer, hearing.tokens, token_bytes
-        self._options = options
+        self._options, self._aligner = options, aligner
         self._most_previous = max_model_len // 2 - 1  # tokens, as in OpenAI's decoder
         self._needs_scores = options.has_scores or options.falls_back
         self._language = options.language or "en"
@@ -164,22 +175,22 @@ class Transcriber:
         """Transcribe many windows at once. Yields their parts in order."""
         running = asyncio.Semaphore(MAX_RUNNING)
 
-        async def feed(window: TimedClip, queue: asyncio.Queue[Part | Exception]) -> None:
+        async def feed(index: int) -> None:
+            queue = queues[index]
             try:
                 async with (
                     running,
-                    aclosing(self._transcribe(window, self._options.prompt)) as parts,
+                    aclosing(self._transcribe(windows[index], self._options.prompt)) as parts,
                 ):
                     async for part in parts:
                         queue.put_nowait(part)
             except Exception as error:
                 queue.put_nowait(error)
 
-        queues: list[asyncio.Queue[Part | Exception]] = [asyncio.Queue() for _ in windows]
-        tasks = [
-            asyncio.ensure_future(feed(window, queue))
-            for window, queue in zip(windows, queues, strict=True)
+        queues: list[asyncio.Queue[Part | Exception]] = [
+            asyncio.Queue() for _ in range(len(windows))
         ]
+        tasks = [asyncio.ensure_future(feed(index)) for index in range(len(windows))]
         try:
             for queue in queues:
                 has_ended = False
@@ -224,7 +235,7 @@ class Transcriber:
             if scores is not None and _is_silent(scores):
                 attempt = _Attempt(temperature)
             yield Part(attempt.text)
-        yield Part("", self._finished(attempt, start, clip.seconds, scores))
+        yield Part("", await self._finished(attempt, start, clip, scores))
 
     async def _attempt(
         self, attempt: _Attempt, clip: Clip, previous: Sequence[int]
@@ -254,22 +265,41 @@ class Transcriber:
             attempt.text += rest
             yield rest
 
-    def _finished(
-        self, attempt: _Attempt, start: float, seconds: float, scores: Scores | None
+    async def _finished(
+        self, attempt: _Attempt, start: float, clip: Clip, scores: Scores | None
     ) -> WindowText:
+        """Return the window with its segments and words."""
+        seconds = clip.seconds
         token_ids = [one for one in attempt.token_ids if one != self._tokens.end]
         segments: Sequence[Segment] = ()
         if self._options.has_timestamps:
             segments = split_segments(token_ids, self._tokens, self._bytes, start, seconds)
         return WindowText(
             start=start,
+            end=start + seconds,
             text=attempt.text,
             tokens=token_ids,
             logprobs=attempt.logprobs[: len(token_ids)] if self._options.has_logprobs else (),
             segments=segments,
+            words=await self._words(token_ids, start, clip),
             temperature=attempt.temperature,
             scores=scores,
         )
+
+    async def _words(self, token_ids: list[int], start: float, clip: Clip) -> list[Word]:
+        """Return the words of an answer with their times in the file."""
+        text_ids = [token for token in token_ids if token < self._tokens.end]
+        if self._aligner is None or not text_ids:
+            return []
+        prompt = self._tokens.prompt(self._language, self._options.task)
+        spans = await self._aligner(clip, prompt, text_ids)
+        language = self._language if self._options.task == "transcribe" else "en"
+        words = time_words(text_ids, spans, self._bytes, has_spaces=language not in WITHOUT_SPACES)
+        return [
+            Word(one.text.strip(), start + one.start, start + min(one.end, clip.seconds))
+            for one in words
+            if one.text.strip()
+        ]
 
     async def _detect_language(self, clip: Clip) -> str:
         """Return the code of the likeliest language."""

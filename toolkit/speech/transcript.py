@@ -34,6 +34,7 @@ class WindowText:
     """Answer to one window."""
 
     start: float  # seconds
+    end: float
     text: str = ""
     tokens: Sequence[int] = ()  # without the end token
     logprobs: Sequence[float] = ()  # of the tokens; empty if they are not asked for

@@ -254,6 +254,17 @@ def test_fallback_is_the_servers_unless_the_request_says():
     assert answer.json()["text"] == "Thanks."
 
 
+def test_transcriptions_have_a_time_limit(served):
+    """All windows share it."""
+    limited = Served(FakeModel(reply, pause=0.02), request_timeout=0.05)
+    answer, stream = post(limited), post(limited, stream="true", language="en")
+    limited.close()
+    assert answer.status_code == 504
+    assert "within 0.05 s" in stream.text
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert limited.engine.model.num_running == 0
+
+
 def test_files_that_are_no_sound_are_refused(served):
     answer = post(served, file=b"hello, this is text")
     assert answer.status_code == 400

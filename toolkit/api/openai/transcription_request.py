@@ -86,10 +86,6 @@ class TranscriptionRequest(RequestBody):
                 "timestamp_granularities",
                 f"needs response_format verbose_json, not {self.response_format}.",
             )
-        if self.has_words:
-            raise InvalidParamError(
-                "timestamp_granularities", "word is not supported yet. Use segment."
-            )
         if self.include and self.response_format != "json":
             raise InvalidParamError(
                 "include", f"needs response_format json, not {self.response_format}."

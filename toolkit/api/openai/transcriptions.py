@@ -27,9 +27,9 @@ from toolkit.api.openai.transcription_request import (
 )
 from toolkit.engine.front.input_processor import TokensPrompt
 from toolkit.engine.outputs import Delta
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import InvalidParamError, InvalidRequestError, RequestTimeoutError
 from toolkit.sampling.params import SamplingParams
-from toolkit.speech.clip import SAMPLE_RATE, Clip
+from toolkit.speech.clip import Clip
 from toolkit.speech.formats import (
     TokenLogprob,
     Transcription,
@@ -41,9 +41,9 @@ from toolkit.speech.formats import (
     usage_of,
 )
 from toolkit.speech.tokens import HearingInfo, Task
-from toolkit.speech.transcriber import MAX_RUNNING, TimedClip, Transcriber
+from toolkit.speech.transcriber import MAX_RUNNING, Aligner, Part, Transcriber
 from toolkit.speech.transcript import Transcript, WindowText
-from toolkit.speech.windows import split_windows
+from toolkit.speech.windows import Windows, split_windows
 from toolkit.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["OpenAI"], route_class=Route)
@@ -102,6 +102,7 @@ async def _answer(request: Request, task: Task) -> Response:
     body = parse_form(form)
     target = target_of(request, body)
     hearing, tokenizer = require_hearing(target), target.engine.inputs.require_tokenizer()
+    aligner = find_aligner(target) if body.has_words else None
     options = body.options(
         hearing.tokens, tokenizer, task, falls_back=config.transcription_fallback
     )
@@ -111,10 +112,12 @@ async def _answer(request: Request, task: Task) -> Response:
         tokenizer.byte_table(skip_special_tokens=True),
         target.engine.info.max_model_len,
         options,
+        aligner,
     )
-    windows, seconds = await while_connected(request, _windows(target, form.file, hearing))
+    windows = await while_connected(request, _windows(target, form.file, hearing))
     check_queue(target, min(len(windows), MAX_RUNNING))
-    work = _Work(body, tokenizer, transcriber, windows, Transcript(seconds, task))
+    transcript = Transcript(windows.seconds, task)
+    work = _Work(body, tokenizer, transcriber, windows, transcript, config.request_timeout)
     if body.stream:
         return EventStream(work.events(), lambda: None, config.sse_keep_alive)
     return await while_connected(request, work.response())
@@ -134,15 +137,17 @@ def require_hearing(target: Target) -> HearingInfo:
     )
 
 
-async def _windows(
-    target: Target, file: UploadedFile, hearing: HearingInfo
-) -> tuple[list[TimedClip], float]:
-    """Return the windows of a file, and its length in seconds. Raises InvalidRequestError."""
+def find_aligner(target: Target) -> Aligner:
+    """Return what finds the times of words. Raises InvalidRequestError: no engine does yet."""
+    raise InvalidParamError("timestamp_granularities", "word is not supported yet. Use segment.")
+
+
+async def _windows(target: Target, file: UploadedFile, hearing: HearingInfo) -> Windows:
+    """Return the windows of a file. Raises InvalidRequestError."""
     sound = target.server.sound
     assert sound is not None, "a model hears"
     samples = await asyncio.wrap_future(sound.decode(file.data, FILE))
-    windows = await asyncio.to_thread(split_windows, samples, hearing.seconds)
-    return windows, len(samples) / SAMPLE_RATE
+    return await asyncio.to_thread(split_windows, samples, hearing.seconds)
 
 
 class _EngineAnswer:
@@ -179,11 +184,12 @@ class _Work:
     body: TranscriptionRequest
     tokenizer: Tokenizer
     transcriber: Transcriber
-    windows: Sequence[TimedClip]
+    windows: Windows
     transcript: Transcript
+    timeout: float | None  # seconds
 
     async def response(self) -> Response:
-        async with aclosing(self.transcriber.parts(self.windows, self.transcript)) as parts:
+        async with aclosing(self._parts()) as parts:
             async for _ in parts:
                 pass
         name = self.body.response_format
@@ -200,7 +206,7 @@ class _Work:
         has_usage = self.body.stream_continuous_usage_stats
         if has_usage:
             yield event(DeltaEvent("", usage=self._usage()))
-        async with aclosing(self.transcriber.parts(self.windows, self.transcript)) as parts:
+        async with aclosing(self._parts()) as parts:
             async for part in parts:
                 found = DeltaEvent(part.text)
                 if part.window is not None and self.body.include:
@@ -211,6 +217,26 @@ class _Work:
                     yield event(found)
         done: dict[str, Any] = msgspec.to_builtins(self._done())
         yield event({"type": "transcript.text.done", **done}) + DONE
+
+    async def _parts(self) -> AsyncGenerator[Part, None]:
+        """Yield the parts of the transcript. Raises RequestTimeoutError if it takes too long.
+
+        The engine's own limit of time applies to each window: a window is a request."""
+        deadline = None
+        if self.timeout is not None:
+            deadline = asyncio.get_running_loop().time() + self.timeout
+        async with aclosing(self.transcriber.parts(self.windows, self.transcript)) as parts:
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        part = await anext(parts)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise RequestTimeoutError(
+                        f"The request did not finish within {self.timeout:g} s."
+                    ) from None
+                yield part
 
     def _done(self) -> Transcription | VerboseTranscription:
         body, transcript = self.body, self.transcript
@@ -228,7 +254,6 @@ class _Work:
         ]
 
     def _usage(self) -> StreamUsage:
-        """Return the seconds before the windows that are not transcribed."""
-        count, total = len(self.transcript.windows), round(self.transcript.duration, 3)
-        done = total if count == len(self.windows) else self.windows[count][0]
-        return StreamUsage(round(done, 3), total)
+        """Return the seconds of the windows that are transcribed."""
+        windows, total = self.transcript.windows, self.transcript.duration
+        return StreamUsage(round(windows[-1].end if windows else 0.0, 3), round(total, 3))
