@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from toolkit.errors import ConfigError
+from toolkit.kernels import reference
 from toolkit.kernels.reference import HeadNorm
 
 
@@ -251,6 +252,19 @@ class AttentionBackend(abc.ABC):
 
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_size].
         Returns [num_tokens, num_heads, head_size]."""
+
+    def store(self, layer: AttentionLayer, kv: torch.Tensor, slots: torch.Tensor) -> None:
+        """Cache keys and values alone, as they are.
+
+        kv: [n, 2 · num_kv_heads · head_size]; slots: int64 [n], in the cache; negative: none."""
+        reference.qk_norm_rope_write(
+            kv,
+            slots,
+            layer.k_cache,
+            layer.v_cache,
+            num_heads=0,
+            num_kv_heads=layer.shape.num_kv_heads,
+        )
 
     @abc.abstractmethod
     def turn(

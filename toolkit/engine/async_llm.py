@@ -230,7 +230,8 @@ class AsyncLLM:
             pictures=pictures,
         )
         is_long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
-        if is_long or params.structured_outputs is not None:  # checking a grammar can be slow
+        # Checking a grammar, and the digest of a clip, can be slow.
+        if is_long or params.structured_outputs is not None or self.info.hearing is not None:
             return await asyncio.to_thread(process)
         return process()
 

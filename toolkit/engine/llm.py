@@ -18,6 +18,7 @@ from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
 from toolkit.engine.front.adapters import AdapterRegistry
+from toolkit.engine.front.clips import with_clips
 from toolkit.engine.front.features import FeatureStore
 from toolkit.engine.front.input_processor import (
     InputProcessor,
@@ -129,6 +130,8 @@ class LLM:
         progress on a terminal. Raises InvalidRequestError before anything runs if a prompt is
         invalid, and EngineError if a request failed."""
         many = _as_list(prompts)
+        if self.info.hearing is not None:
+            many = with_clips(many)
         params = self._params_per_prompt(sampling_params, len(many))
         if priority is not None and len(priority) != len(many):
             raise InvalidRequestError(

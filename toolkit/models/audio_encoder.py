@@ -128,5 +128,6 @@ class AudioEncoderModule(nn.Module):
     def _segments_of(self, count: int, x: torch.Tensor) -> Segments:
         if count not in self._segments:
             lengths = np.full(count, self.encoder.num_rows)
-            self._segments[count] = Segments.of(lengths, x.device, x.dtype)
+            segments = Segments.of(lengths, x.device, x.dtype)
+            self._segments[count] = dataclasses.replace(segments, length=self.encoder.num_rows)
         return self._segments[count]

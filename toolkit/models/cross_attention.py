@@ -8,7 +8,6 @@ import torch
 
 from toolkit.attention import AttentionBatch, AttentionShape
 from toolkit.distributed import even_shard
-from toolkit.kernels import reference
 from toolkit.layers import Linear, MergedLinear
 from toolkit.models import describe
 from toolkit.models.memory import TokenMemory
@@ -30,16 +29,6 @@ class FeatureAttention(PagedAttention):
         """Return attention [num_tokens, num_heads · head_size] of queries of the same shape."""
         assert batch.feature is not None, "the decoder has an encoder"
         return self.backend.read(self, query, batch.feature).flatten(1)
-
-    def write(
-        self, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor
-    ) -> None:
-        """Store keys and values [n, num_heads · head_size] at places in blocks, int64 [n] each."""
-        for cache, rows in ((self.k_cache, keys), (self.v_cache, values)):
-            stored = reference.rounded(rows, cache.dtype).view(-1, *cache.shape[2:])
-            if cache.dtype == reference.FP8:  # not every device writes it by index
-                cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
-            cache[blocks, places] = stored
 
 
 class CrossAttentionMix(Mix):
@@ -66,7 +55,6 @@ class CrossAttentionMix(Mix):
         out: torch.Tensor = self.attn(self.input(x), batch)
         return out
 
-    def keep(self, rows: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> None:
-        """Store keys and values of a feature's rows [n, hidden] at places in blocks."""
-        keys, values = self.kv(rows).chunk(2, dim=1)
-        self.attn.write(keys, values, blocks, places)
+    def keep(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Cache keys and values of a feature's rows [n, hidden] in slots [n]; negative: none."""
+        self.attn.backend.store(self.attn, self.kv(rows), slots)

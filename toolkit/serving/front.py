@@ -20,7 +20,8 @@ from toolkit.errors import ToolkitError
 from toolkit.logs import LogStyle
 from toolkit.metrics import Metrics
 from toolkit.scheduler.stats import EngineStats, total
-from toolkit.speech.pool import SoundLimits, SoundPool
+from toolkit.speech.messages import SoundLimits
+from toolkit.speech.pool import SoundPool
 from toolkit.worker import Report, WorkerInfo
 
 if TYPE_CHECKING:

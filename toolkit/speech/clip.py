@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class Clip:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that other clips do not have."""
-        return blake2b(self.data, digest_size=16).digest()
+        return sha256(self.data).digest()[:16]  # faster than BLAKE2 on long data
 
     @property
     def num_samples(self) -> int:

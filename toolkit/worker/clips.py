@@ -20,9 +20,9 @@ from toolkit.scheduler import SchedulerOutput
 from toolkit.scheduler.output import Encode
 from toolkit.speech.clip import Clip
 
-MOST_CLIPS = 4  # that are encoded at once
-"""With so many of 30 s, an H200's products are as fast as with more."""
 CAPTURED = (1, 2, 4)
+"""Numbers of clips that are encoded at once. An H200's products are no faster with more of 30 s."""
+NO_SLOT = -1
 
 
 class Clips:
@@ -33,20 +33,17 @@ class Clips:
         self.encoder: AudioEncoderModule = model.encoder
         self._readers = [one for one in model.modules() if isinstance(one, CrossAttentionMix)]
         self._device = self.encoder.mel.window.device
-        self._blocks_per_page, self._block_size = blocks_per_page, block_size
+        self._page_tokens = blocks_per_page * block_size
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
-        """(Graph, samples, rows) by number of clips."""
+        """(Graph, samples, slots) by number of clips."""
 
     def apply(self, step: SchedulerOutput) -> None:
         """Encode the clips of a step."""
         loads = [load for load in step.loads if isinstance(load, Encode)]
-        for first in range(0, len(loads), MOST_CLIPS):
-            some = loads[first : first + MOST_CLIPS]
-            samples = np.zeros((len(some), self.encoder.encoder.num_samples), np.float32)
-            for row, load in zip(samples, some, strict=True):
-                own = Clip(load.data).samples
-                row[: len(own)] = own
-            self._keep(self.encode(samples), [load.pages for load in some])
+        for first in range(0, len(loads), CAPTURED[-1]):
+            some = loads[first : first + CAPTURED[-1]]
+            clips = [Clip(load.data).samples for load in some]
+            self._encode(clips, [load.pages for load in some])
 
     def send(self, _step: SchedulerOutput) -> bool:
         """Return False: no token stands for a clip."""
@@ -56,39 +53,42 @@ class Clips:
         """Do nothing, since no token stands for a clip."""
 
     @torch.inference_mode()
-    def encode(self, samples: npt.NDArray[np.float32]) -> torch.Tensor:
-        """Return rows [n · num_rows, hidden] of samples [n, num_samples].
-
-        The next call may overwrite them."""
-        there = to_device(torch.from_numpy(samples), self._device)
-        size = next((n for n in self._graphs if n >= len(samples)), None)
-        if size is None:
-            rows: torch.Tensor = self.encoder(there)
-            return rows
-        graph, own, rows = self._graphs[size]
-        own[: len(samples)] = there
+    def _encode(
+        self, clips: Sequence[npt.NDArray[np.float32]], pages: Sequence[Sequence[int]]
+    ) -> None:
+        """Compute clips into their pages: by a graph for as many or more, if there is one."""
+        size = next((n for n in self._graphs if n >= len(clips)), len(clips))
+        samples = np.zeros((size, self.encoder.encoder.num_samples), np.float32)
+        slots = np.full((size, self.encoder.num_rows), NO_SLOT, np.int64)
+        for row, own, clip, held in zip(samples, slots, clips, pages, strict=False):
+            row[: len(clip)] = clip
+            first = np.array(held) * self._page_tokens
+            own[:] = (first[:, None] + np.arange(self._page_tokens)).ravel()[: len(own)]
+        sound, places = (
+            to_device(torch.from_numpy(one), self._device) for one in (samples, slots.ravel())
+        )
+        if size not in self._graphs:
+            self._compute(sound, places)
+            return
+        graph, *inputs = self._graphs[size]
+        for own_input, given in zip(inputs, (sound, places), strict=True):
+            own_input.copy_(given, non_blocking=True)
         graph.replay()
-        return rows[: len(samples) * self.encoder.num_rows]
 
-    @torch.inference_mode()
-    def _keep(self, rows: torch.Tensor, pages: Sequence[Sequence[int]]) -> None:
-        """Write keys and values of clips' rows into their pages."""
-        nth = np.arange(self._blocks_per_page)
-        places = np.arange(self.encoder.num_rows)
-        blocks = np.array(pages)[:, :, None] * self._blocks_per_page + nth
-        own = blocks.reshape(len(pages), -1)[:, places // self._block_size]
-        there = np.stack((own.ravel(), np.tile(places % self._block_size, len(pages))))
-        which, where = to_device(torch.from_numpy(there), self._device)
+    def _compute(self, samples: torch.Tensor, slots: torch.Tensor) -> None:
+        """Compute keys and values of clips. Can be captured.
+
+        samples: [n, num_samples] fp32; slots: int64 [n · num_rows]."""
+        rows = self.encoder(samples)
         for reader in self._readers:
-            reader.keep(rows, which, where)
+            reader.keep(rows, slots)
 
     def rehearse(self) -> None:
-        """Encode as many clips as there may be at once, kernel by kernel, into the first pages."""
-        count = -(-self.encoder.num_rows // (self._block_size * self._blocks_per_page))
+        """Encode silence, as many clips as there may be at once, kernel by kernel."""
         graphs, self._graphs = self._graphs, {}
-        for n in (*CAPTURED, MOST_CLIPS):
-            silence = np.zeros((n, self.encoder.encoder.num_samples), np.float32)
-            self._keep(self.encode(silence), [[0] * count] * n)
+        count = -(-self.encoder.num_rows // self._page_tokens)
+        for n in CAPTURED:
+            self._encode([np.zeros(1, np.float32)] * n, [[0] * count] * n)
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -97,8 +97,9 @@ class Clips:
         if self._graphs:
             return
         pool: Any = torch.cuda.graph_pool_handle()
-        most = self.encoder.encoder.num_samples
+        rows, length = self.encoder.num_rows, self.encoder.encoder.num_samples
         for n in CAPTURED:
-            samples = torch.zeros(n, most, dtype=torch.float32, device=self._device)
-            graph, rows = capture(functools.partial(self.encoder, samples), pool)
-            self._graphs[n] = graph, samples, rows
+            samples = torch.zeros(n, length, dtype=torch.float32, device=self._device)
+            slots = torch.full((n * rows,), NO_SLOT, dtype=torch.int64, device=self._device)
+            graph, _ = capture(functools.partial(self._compute, samples, slots), pool)
+            self._graphs[n] = graph, samples, slots

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from toolkit.speech.resample import resample
 from toolkit.speech.tokens import HearingInfo
 
 PARAM = "multi_modal_data"
+MOST_THREADS = 16
 
 
 def require_clip(hearing: HearingInfo | None, prompt: object) -> Clip | None:
@@ -52,6 +54,26 @@ def require_clip(hearing: HearingInfo | None, prompt: object) -> Clip | None:
     if not clip.num_samples:
         raise InvalidParamError(PARAM, "has audio without samples.")
     return clip
+
+
+def with_clips(prompts: Sequence[object]) -> list[Any]:
+    """Return prompts whose sound is clips with known digests, computed in threads.
+
+    Raises InvalidRequestError."""
+
+    def prepared(prompt: object) -> object:
+        data = prompt.get(PARAM) if isinstance(prompt, Mapping) else None
+        sound = data.get("audio") if isinstance(data, Mapping) else None
+        if sound is None or isinstance(sound, list):
+            return prompt
+        assert isinstance(prompt, Mapping)
+        assert isinstance(data, Mapping)
+        clip = _clip_of(sound)
+        _ = clip.digest  # which it keeps
+        return {**prompt, PARAM: {**data, "audio": clip}}
+
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(prepared, prompts))
 
 
 def _clip_of(sound: Any) -> Clip:
