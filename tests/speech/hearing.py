@@ -62,6 +62,7 @@ class Logprobs:
 class Delta:
     token_ids: list[int]
     logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass
@@ -81,8 +82,8 @@ class FakeModel:
     reply: returns tokens without the end, and the log-probability of each."""
 
     reply: Callable[[Heard], tuple[Sequence[int], float]]
-    language: int = 259
     no_speech_logprob: float = -10.0
+    language: int = 259
     pause: float = 0.0  # seconds before each token
     heard: list[Heard] = field(default_factory=list)
     num_running: int = 0
@@ -93,11 +94,15 @@ class FakeModel:
     ) -> AsyncGenerator[Delta, None]:
         one = Heard(prompt, clip, params)
         self.heard.append(one)
-        if prompt[-1] == 257:
-            await asyncio.sleep(0)
-            allowed = params.allowed_token_ids or []
-            token = self.language if self.language in allowed else allowed[0]
-            yield Delta([token], Logprobs([self.no_speech_logprob]))
+        await asyncio.sleep(0)
+        if params.allowed_token_ids is not None:
+            assert self.language in params.allowed_token_ids
+            yield Delta([self.language])
+            return
+        if params.prompt_logprobs is not None:
+            assert params.max_tokens == 0
+            logprobs = [*[-9.0] * (len(prompt) - 2), self.no_speech_logprob]
+            yield Delta([], prompt_logprobs=Logprobs(logprobs))
             return
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
@@ -114,4 +119,4 @@ class FakeModel:
     @property
     def answers(self) -> list[Heard]:
         """Requests for text."""
-        return [one for one in self.heard if one.prompt[-1] != 257]
+        return [one for one in self.heard if one.params.max_tokens not in (0, 1)]

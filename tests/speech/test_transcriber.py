@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
@@ -19,9 +20,10 @@ from tests.speech.hearing import (
 )
 from toolkit.errors import InvalidRequestError
 from toolkit.speech import transcriber
+from toolkit.speech.segments import Segment
 from toolkit.speech.tokens import HearingInfo
 from toolkit.speech.transcriber import Transcriber, TranscriptionOptions
-from toolkit.speech.transcript import Transcript
+from toolkit.speech.transcript import Transcript, WindowText
 
 NAMES = ["One", "Two", "Three", "Four", "Five"]
 
@@ -32,6 +34,10 @@ def named(heard: Heard) -> tuple[list[int], float]:
 
 def windows(count: int, seconds: float = 29.5):
     return [(seconds * index, clip_of(seconds, index)) for index in range(count)]
+
+
+def times(found: Sequence[WindowText | Segment]) -> list[tuple[float, float]]:
+    return [(round(one.start, 3), round(one.end, 3)) for one in found]
 
 
 def run(model: FakeModel, count: int = 3, aligner=None, **options):
@@ -132,6 +138,31 @@ def test_timestamps_give_segments_of_the_file():
     assert scores.avg_logprob == pytest.approx(-0.5)
     assert scores.no_speech_prob == pytest.approx(4.54e-5, rel=1e-3)
     assert model.answers[0].prompt == [257, 258, 262]
+
+
+def test_a_phrase_that_a_window_cuts_off_is_in_a_window_of_its_own():
+    def reply(heard: Heard) -> tuple[list[int], float]:
+        if heard.clip.seconds > 10:
+            return spelled(0.0, " One.", 20.0, 20.4), -0.5
+        return spelled(0.0, " Two.", 30.0, 30.0), -0.5  # its last pair is after the end
+
+    model = FakeModel(reply)
+    _, transcript = run(model, 2, language="en", has_timestamps=True, has_scores=True)
+    assert transcript.text == "One. Two. One. Two."
+    assert times(transcript.windows) == [
+        (0.0, 20.4), (20.4, 29.5), (29.5, 49.9), (49.9, 59.0),
+    ]  # fmt: skip
+    assert times(transcript.segments) == [
+        (0.0, 20.0), (20.4, 29.5), (29.5, 49.5), (49.9, 59.0),
+    ]  # fmt: skip
+
+
+def test_a_rest_without_speech_has_no_text():
+    model = FakeModel(lambda heard: (spelled(0.0, " One.", 20.0, 20.0), -0.5), -0.1)
+    _, transcript = run(model, 2, language="en", has_timestamps=True)
+    assert transcript.text == "One. One."
+    assert len(model.answers) == 2
+    assert transcript.windows[-1].end == 59.0
 
 
 def test_words_have_the_times_of_their_tokens():

@@ -62,6 +62,11 @@ class Clip:
     def seconds(self) -> float:
         return self.num_samples / SAMPLE_RATE
 
+    def after(self, seconds: float) -> Clip:
+        """Return the clip without its first seconds."""
+        size = round(seconds * SAMPLE_RATE) * np.dtype(_TAGS[self.data[:4]]).itemsize
+        return Clip(self.data[:4] + self.data[4 + size :])
+
     @property
     def samples(self) -> npt.NDArray[np.float32]:
         """The samples, from -1 to 1: [num_samples]."""

@@ -123,8 +123,8 @@ def to_vtt(segments: Iterable[Segment | TranscriptionSegment]) -> str:
 def _verbose_segments(windows: Sequence[WindowText]) -> Iterator[TranscriptionSegment]:
     id = 0
     for window in windows:
-        assert window.scores is not None, "verbose_json asks for them"
         for one in window.segments:
+            assert window.scores is not None, "verbose_json asks for them"
             yield TranscriptionSegment(
                 id,
                 round(window.start * FRAMES_PER_SECOND),

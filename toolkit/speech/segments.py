@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from toolkit.speech.tokens import SpeechTokens
 
+LEAST_PART = 1.0  # seconds of a window that is finished in parts
+LEAST_REST = 0.2  # seconds of a rest that may have speech
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -58,6 +61,18 @@ def split_segments(
         if words.strip():
             found.append(Segment(start + first, start + max(first, last), words, part))
     return found
+
+
+def finished_seconds(token_ids: Sequence[int], tokens: SpeechTokens, seconds: float) -> float:
+    """Return how far a window is transcribed: its length, unless its end cuts off a phrase.
+
+    The model then ends the answer with the time at which this phrase begins, after the time at
+    which the one before it ends."""
+    first = tokens.first_timestamp
+    if len(token_ids) < 2 or min(token_ids[-2:]) < first:
+        return seconds
+    found = tokens.seconds(token_ids[-1])
+    return found if LEAST_PART <= found <= seconds - LEAST_REST else seconds
 
 
 def _parts(token_ids: Sequence[int], tokens: SpeechTokens) -> Iterator[list[int]]:

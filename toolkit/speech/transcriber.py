@@ -14,7 +14,12 @@ from toolkit.sampling.params import SamplingParams
 from toolkit.speech.alignment import Span, time_words
 from toolkit.speech.clip import Clip
 from toolkit.speech.languages import WITHOUT_SPACES
-from toolkit.speech.segments import Segment, SpeechText, split_segments
+from toolkit.speech.segments import (
+    Segment,
+    SpeechText,
+    finished_seconds,
+    split_segments,
+)
 from toolkit.speech.tokens import HearingInfo, Task
 from toolkit.speech.transcript import (
     Scores,
@@ -49,6 +54,8 @@ class AnswerPart(Protocol):
     def token_ids(self) -> list[int]: ...
     @property
     def logprobs(self) -> Logprobs | None: ...
+    @property
+    def prompt_logprobs(self) -> Logprobs | None: ...
 
 
 class Answer(Protocol):
@@ -177,6 +184,7 @@ class Transcriber:
 
         async def feed(index: int) -> None:
             queue = queues[index]
+            end: Exception | None = None
             try:
                 async with (
                     running,
@@ -185,20 +193,18 @@ class Transcriber:
                     async for part in parts:
                         queue.put_nowait(part)
             except Exception as error:
-                queue.put_nowait(error)
+                end = error
+            queue.put_nowait(end)
 
-        queues: list[asyncio.Queue[Part | Exception]] = [
+        queues: list[asyncio.Queue[Part | Exception | None]] = [
             asyncio.Queue() for _ in range(len(windows))
         ]
         tasks = [asyncio.ensure_future(feed(index)) for index in range(len(windows))]
         try:
             for queue in queues:
-                has_ended = False
-                while not has_ended:
-                    part = await queue.get()
+                while (part := await queue.get()) is not None:
                     if isinstance(part, Exception):
                         raise part
-                    has_ended = part.window is not None
                     yield part
         finally:
             for task in tasks:
@@ -208,10 +214,30 @@ class Transcriber:
     async def _transcribe(
         self, window: TimedClip, previous: Sequence[int]
     ) -> AsyncGenerator[Part, None]:
-        """Yield a window's text as it grows, at last with the window.
+        """Yield a window's text as it grows.
+
+        With timestamps, a window that cuts off a phrase has no text of it: what is left of the
+        window is one more. previous: tokens of text before the window, which may grow."""
+        start, clip = window
+        while True:
+            end = start + clip.seconds
+            async with aclosing(self._transcribe_one(start, clip, previous)) as parts:
+                async for part in parts:
+                    end = part.window.end if part.window is not None else end
+                    yield part
+            if end >= start + clip.seconds:
+                return
+            start, clip = end, clip.after(end - start)
+            if await self._no_speech_prob(clip, previous) > MOST_NO_SPEECH:
+                yield Part("", WindowText(start=start, end=start + clip.seconds))
+                return
+
+    async def _transcribe_one(
+        self, start: float, clip: Clip, previous: Sequence[int]
+    ) -> AsyncGenerator[Part, None]:
+        """Yield the text of one answer as it grows, at last with the window.
 
         With fallback the text comes at once, when it is accepted."""
-        start, clip = window
         previous = previous[-self._most_previous :]
         no_speech = None
         if self._needs_scores:
@@ -273,6 +299,7 @@ class Transcriber:
         token_ids = [one for one in attempt.token_ids if one != self._tokens.end]
         segments: Sequence[Segment] = ()
         if self._options.has_timestamps:
+            seconds = finished_seconds(token_ids, self._tokens, seconds)
             segments = split_segments(token_ids, self._tokens, self._bytes, start, seconds)
         return WindowText(
             start=start,
@@ -304,30 +331,28 @@ class Transcriber:
     async def _detect_language(self, clip: Clip) -> str:
         """Return the code of the likeliest language."""
         codes = {token: code for code, token in self._tokens.languages.items()}
-        token, _ = await self._next_token([self._tokens.start], clip, sorted(codes))
-        return codes[token]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, allowed_token_ids=sorted(codes), detokenize=False
+        )
+        found: list[int] = []
+        async with aclosing(self._answer([self._tokens.start], clip, params)) as parts:
+            async for part in parts:
+                found += part.token_ids
+        return codes[found[0]]
 
     async def _no_speech_prob(self, clip: Clip, previous: Sequence[int]) -> float:
-        """Return the probability of <|nospeech|> after <|startoftranscript|>."""
-        before = [self._tokens.previous, *previous] if previous else []
-        prompt = [*before, self._tokens.start]
-        _, logprob = await self._next_token(prompt, clip, [self._tokens.no_speech])
-        return math.exp(logprob)
+        """Return the probability of <|nospeech|> after <|startoftranscript|>.
 
-    async def _next_token(
-        self, prompt: list[int], clip: Clip, allowed: list[int]
-    ) -> tuple[int, float]:
-        """Return the likeliest of the allowed tokens, and its log-probability among all tokens."""
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, logprobs=0, allowed_token_ids=allowed, detokenize=False
-        )
-        found = _Attempt(0.0)
+        It is that of a prompt's last token: no rules apply to prompts."""
+        before = [self._tokens.previous, *previous] if previous else []
+        prompt = [*before, self._tokens.start, self._tokens.no_speech]
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+        logprobs: list[float] = []
         async with aclosing(self._answer(prompt, clip, params)) as parts:
             async for part in parts:
-                found.token_ids += part.token_ids
-                if part.logprobs is not None:
-                    found.logprobs += part.logprobs.chosen()
-        return found.token_ids[0], found.logprobs[0]
+                if part.prompt_logprobs is not None:
+                    logprobs += part.prompt_logprobs.chosen()
+        return math.exp(logprobs[-1])
 
 
 def _temperatures(options: TranscriptionOptions) -> list[float]:
