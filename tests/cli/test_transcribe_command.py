@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.records import recorded
-from tests.speech.hearing import FakeModel, Heard, number_of, spelled
+from tests.speech.invented import FakeModel, Heard, number_of, spelled
 from tests.speech.served import Served, serving, wav
 from toolkit.chat.local import LocalServer
 from toolkit.client.wire import ServerError

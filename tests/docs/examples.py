@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from tests.checkpoints import edit_json
 from tests.server import Server
-from tests.speech.hearing import TOKENS, FakeModel, Heard, spelled
+from tests.speech.invented import TOKENS, FakeModel, Heard, spelled
 from tests.speech.served import Served, serving, wav
 from toolkit.demo import MODEL_DIR
 

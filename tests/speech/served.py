@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import uvicorn
 
-from tests.speech.hearing import BYTES, HEARING, Delta, FakeModel
+from tests.speech.invented import BYTES, HEARING, Delta, FakeModel
 from toolkit.api.app import make_app
 from toolkit.api.http.server import ServedModel, Server
 from toolkit.config import ServerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.speech.hearing import ENGLISH, TOKENS
+from tests.speech.invented import ENGLISH, TOKENS
 from toolkit.errors import InvalidRequestError
 from toolkit.speech.languages import LANGUAGES, find_language
 

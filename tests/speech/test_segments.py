@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.speech.hearing import BYTES, TOKENS, spelled
+from tests.speech.invented import BYTES, TOKENS, spelled
 from toolkit.speech.segments import SpeechText, split_segments
 
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.speech.hearing import (
+from tests.speech.invented import (
     BYTES,
     ENGLISH,
     HEARING,

@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 
-from tests.speech.hearing import ENGLISH, FakeModel, Heard, spelled
+from tests.speech.invented import ENGLISH, FakeModel, Heard, spelled
 from tests.speech.served import Served, wav
 from toolkit.speech.tokens import HearingInfo
 

@@ -1,0 +1,111 @@
+"""Transcriptions by an engine with a tiny Whisper: its answers are Transformers'."""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from tests import checkpoints, hearing
+from tests.hearing import ENGLISH, GERMAN, NO_TIMESTAMPS, START, TRANSCRIBE, TRANSLATE
+from tests.local import LocalServer
+from tests.server import Server, until
+
+COUNT = 20  # tokens of an answer
+
+
+def wav(*clips: hearing.Samples) -> tuple[str, bytes]:
+    """Return a file with the samples of clips, rounded to 16 bits."""
+    samples = np.rint(np.concatenate(clips) * 2**15).clip(-(2**15), 2**15 - 1).astype("<i2")
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, hearing.RATE, 0, "NONE", ""))
+        writer.writeframes(samples.tobytes())
+    return "speech.wav", file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = hearing.save(tmp_path_factory.mktemp("models") / "whisper", **hearing.SUPPRESSED)
+    running = LocalServer(str(folder), "--dtype", "float32", "--device", "cpu", cwd=folder)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def audio(server: Server) -> openai.resources.Audio:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return client.audio
+
+
+def ask(route: Any, file: tuple[str, bytes], **fields: Any) -> Any:
+    own = {"max_completion_tokens": COUNT, **fields.pop("extra_body", {})}
+    return route.create(model="whisper", file=file, extra_body=own, **fields)
+
+
+def answer(clip: hearing.Samples, *prompt: int) -> list[int]:
+    """Return Transformers' tokens, to the end."""
+    tokens = hearing.answer(hearing.reference(), clip, prompt, COUNT)
+    return tokens[: tokens.index(hearing.END)] if hearing.END in tokens else tokens
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    text = [token for token in tokens if token < hearing.END]
+    return checkpoints.make_tokenizer().decode(text).strip()
+
+
+def test_text_is_that_of_transformers(audio):
+    clip = hearing.sound(0)
+    found = ask(audio.transcriptions, wav(clip), language="en")
+    assert found.text == text_of(answer(clip, START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS))
+
+
+def test_segments_have_the_tokens_of_transformers(audio):
+    clip = hearing.sound(1, 9001)
+    found = ask(audio.transcriptions, wav(clip), language="de", response_format="verbose_json")
+    expected = answer(clip, START, GERMAN, TRANSCRIBE)
+    tokens = [token for segment in found.segments for token in segment.tokens]
+    assert [one for one in tokens if one < hearing.END] == [
+        one for one in expected if one < hearing.END
+    ]
+    assert found.language == "german"
+    assert all(0 <= one.start <= one.end <= 0.563 for one in found.segments)
+    assert all(one.avg_logprob < 0 < one.no_speech_prob < 1 for one in found.segments)
+
+
+def test_translations_are_those_of_transformers(audio):
+    clip = hearing.sound(3)
+    found = ask(
+        audio.translations,
+        wav(clip),
+        response_format="verbose_json",
+        extra_body={"language": "en"},
+    )
+    expected = text_of(answer(clip, START, ENGLISH, TRANSLATE))
+    assert found.text.startswith(expected)  # a phrase that is cut off may follow
+
+
+def test_languages_are_detected(audio):
+    found = ask(audio.transcriptions, wav(hearing.sound(0)), response_format="verbose_json")
+    assert found.language in ("english", "german")
+
+
+def test_streams_of_long_sound_have_the_same_text(server, audio):
+    """Windows have one second, cut where it is quiet."""
+    file = wav(*(hearing.sound(seed) for seed in range(5)))
+    complete = ask(audio.transcriptions, file, language="en").text
+    *deltas, done = ask(audio.transcriptions, file, language="en", stream=True)
+    assert "".join(one.delta for one in deltas) == done.text == complete
+    assert done.usage.seconds == 5
+    until(server.is_idle)
+
+
+def test_text_prompts_are_refused(server):
+    reply = server.http.post("/v1/completions", json={"prompt": "Hi"})
+    assert reply.status_code == 400
+    assert "/v1/audio/transcriptions" in reply.json()["error"]["message"]
