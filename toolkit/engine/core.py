@@ -291,7 +291,9 @@ class EngineCore:
             seed = self._random.getrandbits(63)
         else:
             seed = answer_seed(seed, index)
-        caches = self.scheduler.enable_prefix_caching and spec.pooling is None
+        # A prompt that is pooled computes all of its tokens, but may share a clip.
+        is_found = spec.pooling is None or bool(spec.features)
+        caches = self.scheduler.enable_prefix_caching and is_found
         request = Request(
             id=_sequence_id(new.client, number),
             spec=spec,

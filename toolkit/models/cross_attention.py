@@ -36,12 +36,15 @@ class CrossAttentionMix(Mix):
 
     input: Linear
     output: Linear
+    keeps_queries: bool = False
+    """Set for steps whose queries are read after them. They have no graph."""
+    queries: torch.Tensor  # [num_tokens, heads, head_size] of the last such step
 
     def __init__(self, attention: describe.CrossAttention, hidden: int, _: object) -> None:
         super().__init__()
         size, bias = attention.head_size, attention.bias
-        heads = even_shard(attention.num_heads, "attention heads")
-        shard = heads.times(size)
+        self.heads = even_shard(attention.num_heads, "attention heads")
+        heads, shard = self.heads, self.heads.times(size)
         self.input = MergedLinear(hidden, [shard], [attention.q], bias=bias)
         self.kv = MergedLinear(hidden, [shard] * 2, [attention.k, attention.v], bias=bias)
         shape = AttentionShape(heads.count, heads.count, size, attention.scale)
@@ -52,7 +55,10 @@ class CrossAttentionMix(Mix):
 
     def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, heads · head_size]."""
-        out: torch.Tensor = self.attn(self.input(x), batch)
+        query: torch.Tensor = self.input(x)
+        if self.keeps_queries:
+            self.queries = query.view(len(query), self.heads.count, -1).clone()
+        out: torch.Tensor = self.attn(query, batch)
         return out
 
     def keep(self, rows: torch.Tensor, slots: torch.Tensor) -> None:

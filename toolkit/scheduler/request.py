@@ -211,6 +211,11 @@ class Request:
         )
 
     @property
+    def computes_all(self) -> bool:
+        """True if it computes all of its prompt, although the prefix cache may have some of it."""
+        return self.wants_prompt_logprobs or self.spec.pooling is not None
+
+    @property
     def num_blocks(self) -> int:
         """Number of pages that it holds."""
         return sum(len(table) - table.count(HOLE) for table in self.blocks)

@@ -19,6 +19,7 @@ from toolkit.sampling.grammar import Masks
 from toolkit.scheduler import ModelOutput, PromptLogprobs, SchedulerOutput
 from toolkit.scheduler.output import Encode, PlaceAdapter
 from toolkit.scheduler.request import HOLE
+from toolkit.worker.alignment import ClipAlignment
 from toolkit.worker.batch_state import BatchState, StepInputs
 from toolkit.worker.clips import Clips
 from toolkit.worker.drafter import Drafter
@@ -66,7 +67,8 @@ class Runner:
 
     If steps verify drafts, a request has several rows of logits, its points (`kernels.drafts`)."""
 
-    pooling: PromptPooling | None = None  # set if the model pools prompts
+    pooling: PromptPooling | ClipAlignment | None = None
+    """Set if the model pools prompts, or aligns transcripts with clips."""
     num_compiled: Callable[[], int] = staticmethod(lambda: 0)
     """Returns how many kernels were compiled since its last call."""
 

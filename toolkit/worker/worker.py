@@ -21,11 +21,13 @@ from toolkit.hardware import memory
 from toolkit.hardware.graph_capture import empty_cache
 from toolkit.kernels.table import kernels_for
 from toolkit.models.config.registry import has_head
+from toolkit.models.decoder import Decoder
 from toolkit.models.model import CausalLM, Encoder
 from toolkit.pooling import heads
 from toolkit.pooling.settings import has_pooling
 from toolkit.scheduler import SchedulerOutput
 from toolkit.worker.adapter_reading import AdapterReader
+from toolkit.worker.alignment import ClipAlignment
 from toolkit.worker.encoder_runner import EncoderRunner
 from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.operations import LoadAdapter, Operation, UnloadAdapter
@@ -237,8 +239,12 @@ class Worker:
                 warm_up.compile(kernels, setup.num_compile_threads)
 
     def _add_pooling(self, setup: Setup, model: CausalLM) -> None:
-        if self.info.hearing is not None:
-            return  # prompts without a clip have no hidden states
+        if (hearing := self.info.hearing) is not None:  # it has no embeddings of texts
+            assert isinstance(model, Decoder)
+            self.runner.pooling = ClipAlignment(
+                model, hearing.alignment_heads, self.runner.state, setup.max_num_seqs
+            )
+            return
         found = heads.decoder_pooling(
             model, setup.model_config, self.config, self.folder, setup.device
         )

@@ -25,9 +25,10 @@ from toolkit.api.openai.transcription_request import (
     form_document,
     parse_form,
 )
+from toolkit.engine.front.alignment import ClipAligner
 from toolkit.engine.front.input_processor import TokensPrompt
 from toolkit.engine.outputs import Delta
-from toolkit.errors import InvalidParamError, InvalidRequestError, RequestTimeoutError
+from toolkit.errors import InvalidRequestError, RequestTimeoutError
 from toolkit.sampling.params import SamplingParams
 from toolkit.speech.clip import Clip
 from toolkit.speech.formats import (
@@ -41,7 +42,7 @@ from toolkit.speech.formats import (
     usage_of,
 )
 from toolkit.speech.tokens import HearingInfo, Task
-from toolkit.speech.transcriber import MAX_RUNNING, Aligner, Part, Transcriber
+from toolkit.speech.transcriber import MAX_RUNNING, Part, Transcriber
 from toolkit.speech.transcript import Transcript, WindowText
 from toolkit.speech.windows import Windows, split_windows
 from toolkit.text.tokenizer import Tokenizer
@@ -102,12 +103,13 @@ async def _answer(request: Request, task: Task) -> Response:
     body = parse_form(form)
     target = target_of(request, body)
     hearing, tokenizer = require_hearing(target), target.engine.inputs.require_tokenizer()
-    aligner = find_aligner(target) if body.has_words else None
+    name = f"transcr-{request.state.request_id}"
+    aligner = ClipAligner(target.engine, name) if body.has_words else None
     options = body.options(
         hearing.tokens, tokenizer, task, falls_back=config.transcription_fallback
     )
     transcriber = Transcriber(
-        _EngineAnswer(target, f"transcr-{request.state.request_id}"),
+        _EngineAnswer(target, name),
         hearing,
         tokenizer.byte_table(skip_special_tokens=True),
         target.engine.info.max_model_len,
@@ -135,11 +137,6 @@ def require_hearing(target: Target) -> HearingInfo:
         param="model",
         code="model_not_supported",
     )
-
-
-def find_aligner(target: Target) -> Aligner:
-    """Return what finds the times of words. Raises InvalidRequestError: no engine does yet."""
-    raise InvalidParamError("timestamp_granularities", "word is not supported yet. Use segment.")
 
 
 async def _windows(target: Target, file: UploadedFile, hearing: HearingInfo) -> Windows:

@@ -18,6 +18,7 @@ from toolkit.speech.tokens import HearingInfo
 
 PARAM = "multi_modal_data"
 MOST_THREADS = 16
+FRAME_SAMPLES = 320  # of a row that the encoder computes
 
 
 def require_clip(hearing: HearingInfo | None, prompt: object) -> Clip | None:
@@ -92,8 +93,8 @@ def _clip_of(sound: Any) -> Clip:
 
 
 def feature_of(clip: Clip) -> Feature:
-    """Return the feature of a clip, which all tokens of a prompt read."""
-    return Feature(clip.digest)
+    """Return the feature of a clip, which all tokens of a prompt read. Its grid: (frames, 1)."""
+    return Feature(clip.digest, grid=(-(-clip.num_samples // FRAME_SAMPLES), 1))
 
 
 def source_of(clip: Clip) -> FeatureSource:

@@ -85,7 +85,7 @@ class BlockTables:
 
     def find_cached(self, request: Request) -> Cached:
         """Return what is cached of the request's beginning. At least one token remains."""
-        if not request.cacheable or request.wants_prompt_logprobs:
+        if not request.cacheable or request.computes_all:
             return self.nothing(request)
         most = (request.num_tokens - 1) // self.block_size
         hashes = request.hashes(most, self.block_size)
