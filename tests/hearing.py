@@ -95,7 +95,7 @@ def answer(model: Reference, clip: Samples, prompt: Sequence[int], count: int) -
 
     def compute(module: torch.nn.Module) -> list[int]:
         whisper: Any = module
-        encoded = whisper.model.encoder(_spectrogram(whisper, clip))
+        encoded = whisper.model.encoder(spectrogram(whisper, clip))
         tokens = list(prompt)
         rules = _rules(prompt) if has_rules else []
         for _ in range(count):
@@ -109,7 +109,7 @@ def answer(model: Reference, clip: Samples, prompt: Sequence[int], count: int) -
             tokens.append(int(logits.argmax()))
         return tokens[len(prompt) :]
 
-    return model.tokens(f"clip {_digest(clip)} {list(prompt)}", compute, count)
+    return model.tokens(f"clip {digest(clip)} {list(prompt)}", compute, count)
 
 
 def _rules(prompt: Sequence[int]) -> list[Any]:
@@ -128,7 +128,7 @@ def _rules(prompt: Sequence[int]) -> list[Any]:
     return rules
 
 
-def _spectrogram(whisper: Any, clip: Samples) -> torch.Tensor:
+def spectrogram(whisper: Any, clip: Samples) -> torch.Tensor:
     """Return Transformers' features of a clip, padded to a window."""
     from transformers import WhisperFeatureExtractor
 
@@ -137,5 +137,5 @@ def _spectrogram(whisper: Any, clip: Samples) -> torch.Tensor:
     return extract(clip, sampling_rate=RATE, return_tensors="pt").input_features
 
 
-def _digest(clip: Samples) -> str:
+def digest(clip: Samples) -> str:
     return hashlib.sha256(clip.tobytes()).hexdigest()[:12]

@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "single tokens": {"max_num_batched_tokens": 4, "max_num_seqs": 4, "mm_cache_gib": 0.0},
     "chunks": {"max_num_batched_tokens": 17, "mm_cache_gib": 0.0},
     "swap": {
-        "num_gpu_blocks_override": 12, "max_model_len": 96, "block_size": 8, "swap_space": 0.01,
+        "num_gpu_blocks_override": 18, "max_model_len": 96, "block_size": 8, "swap_space": 0.01,
     },
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }  # fmt: skip
