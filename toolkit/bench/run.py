@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import orjson
 
 from toolkit.bench.load.client import Client, Clock, first_model, wait_until_ready
-from toolkit.bench.load.dataset import WARMUP, Dataset, RandomDataset, request
+from toolkit.bench.load.dataset import WARMUP, Dataset, generated_dataset, request
 from toolkit.bench.load.drivers import closed_loop
 from toolkit.bench.load.event_loop import event_loop_factory, raise_file_limit
 from toolkit.bench.load.http_client import HTTPClient, client_of
@@ -181,7 +181,7 @@ async def warm_up(http: HTTPClient, config: BenchConfig, model: str) -> None:
     """Send generated warm-up requests, which share no prompt with the measured ones."""
     if not config.num_warmups:
         return
-    client, dataset = Client(http, config.route, Clock()), RandomDataset(config, WARMUP)
+    client, dataset = Client(http, config.route, Clock()), generated_dataset(config, WARMUP)
     records: list[RequestRecord] = []
     await closed_loop(
         client,

@@ -10,7 +10,11 @@ from toolkit.config.clients import CACERT, INSECURE, server_url
 from toolkit.config.fields import check_all, option
 from toolkit.errors import ConfigError, did_you_mean
 
-ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+ROUTES = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "transcriptions": "/v1/audio/transcriptions",
+}
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """vLLM's names: time to first token, per output token, inter-token latency, end to end."""
 DEFAULT_NUM_PROMPTS = 200
@@ -32,8 +36,17 @@ class BenchConfig:
     model: str | None = option(
         None, "Model to request. Default: the first one the server lists.", metavar="NAME"
     )
-    endpoint: Literal["completions", "chat", "/v1/completions", "/v1/chat/completions"] = option(
-        "completions", "API route to load.", metavar="ROUTE"
+    endpoint: Literal[
+        "completions",
+        "chat",
+        "transcriptions",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/audio/transcriptions",
+    ] = option(
+        "completions",
+        "API route to load. transcriptions: WAV files of noise, each another, of --clip-seconds.",
+        metavar="ROUTE",
     )
     api_key: str | None = option(None, "API key to send. TK_API_KEY keeps it out of ps.")
     cacert: str | None = option(None, CACERT, metavar="FILE")
@@ -121,6 +134,12 @@ class BenchConfig:
         maximum=1.0,
     )
     random_vocab_size: int = option(1000, "Draw prompts from token ids below this.", minimum=1)
+    clip_seconds: float = option(
+        30.0,
+        "Length of each file, with --endpoint transcriptions.",
+        minimum=0.1,
+        maximum=3600.0,
+    )
     prefix_len: int = option(
         256, "Length of the shared prefixes of the dataset prefix, in tokens.", minimum=1
     )
@@ -237,6 +256,11 @@ class BenchConfig:
                 param="dataset_path",
             )
 
+        if self.is_sound and self.dataset_name != "random":
+            raise ConfigError(
+                "--endpoint transcriptions sends generated sound: leave out --dataset-name.",
+                param="dataset_name",
+            )
         for name in MEASURED_FIELDS:
             if name in (self.extra_body or {}):
                 raise ConfigError(
@@ -277,9 +301,14 @@ class BenchConfig:
         return self.endpoint in ("chat", ROUTES["chat"])
 
     @property
+    def is_sound(self) -> bool:
+        """True if prompts are sound files."""
+        return self.endpoint in ("transcriptions", ROUTES["transcriptions"])
+
+    @property
     def route(self) -> str:
         """URL path of the requests."""
-        return ROUTES["chat" if self.is_chat else "completions"]
+        return ROUTES.get(self.endpoint, self.endpoint)
 
     @property
     def is_paced(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from toolkit.errors import InvalidRequestError
@@ -84,6 +84,7 @@ class TranscriptionOptions:
     temperature: float = 0.0
     seed: int | None = None
     max_tokens: int | None = None  # of a window. None: to the end of the context
+    ignores_end: bool = False  # windows have max_tokens tokens
     has_timestamps: bool = False
     has_logprobs: bool = False
     has_scores: bool = False
@@ -100,6 +101,7 @@ class Part:
 
     text: str
     window: WindowText | None = None
+    num_tokens: int = 0  # that were generated since the part before
 
 
 @dataclass(slots=True)
@@ -163,8 +165,8 @@ class Transcriber:
                 if part.window is not None:
                     transcript.windows.append(part.window)
                 text = joiner.add(part.text, is_last=part.window is not None)
-                if text or part.window is not None:
-                    yield Part(text, part.window)
+                if text or part.window is not None or part.num_tokens:
+                    yield replace(part, text=text)
 
     async def _in_turn(self, windows: Sequence[TimedClip]) -> AsyncGenerator[Part, None]:
         """Transcribe each window after the text of those before it."""
@@ -244,11 +246,13 @@ class Transcriber:
             no_speech = asyncio.ensure_future(self._no_speech_prob(clip, previous))
         try:
             for temperature in self._temperatures:
-                attempt, scores = _Attempt(temperature), None
+                attempt, scores, num_sent = _Attempt(temperature), None, 0
                 async with aclosing(self._attempt(attempt, clip, previous)) as texts:
                     async for text in texts:
                         if not self._options.falls_back:
-                            yield Part(text)
+                            num_new = len(attempt.token_ids) - num_sent
+                            yield Part(text, num_tokens=num_new)
+                            num_sent += num_new
                 if no_speech is not None:
                     scores = attempt.scores(await no_speech)
                 if scores is None or not _needs_another(scores):
@@ -257,11 +261,12 @@ class Transcriber:
             if no_speech is not None:
                 no_speech.cancel()
                 await asyncio.gather(no_speech, return_exceptions=True)
+        num_new = len(attempt.token_ids) - num_sent
         if self._options.falls_back:
             if scores is not None and _is_silent(scores):
                 attempt = _Attempt(temperature)
             yield Part(attempt.text)
-        yield Part("", await self._finished(attempt, start, clip, scores))
+        yield Part("", await self._finished(attempt, start, clip, scores), num_new)
 
     async def _attempt(
         self, attempt: _Attempt, clip: Clip, previous: Sequence[int]
@@ -276,6 +281,7 @@ class Transcriber:
             seed=options.seed,
             max_tokens=options.max_tokens,
             ends_with_context=True,
+            ignore_eos=options.ignores_end,
             detokenize=False,
             logprobs=0 if self._needs_scores or options.has_logprobs else None,
         )

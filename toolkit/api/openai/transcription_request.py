@@ -52,7 +52,8 @@ class TranscriptionRequest(RequestBody):
     stream: Flag = Field(False, description="Send text as events while it is transcribed")
     stream_continuous_usage_stats: Flag = Field(
         False,
-        description="Events of a stream have the seconds that are transcribed, and all seconds",
+        description="Events of a stream have the seconds transcribed so far, all seconds, and "
+        "tokens",
     )
     chunking_strategy: str | None = Field(
         None, description="auto: long sound is cut where it is quiet, as it is without this field"
@@ -68,6 +69,10 @@ class TranscriptionRequest(RequestBody):
     )
     max_completion_tokens: int | None = Field(
         None, ge=1, description="Most tokens of the answer to 30 seconds"
+    )
+
+    ignore_eos: Flag = Field(
+        False, description="Generate max_completion_tokens tokens, for benchmarks"
     )
 
     @property
@@ -123,6 +128,7 @@ class TranscriptionRequest(RequestBody):
             temperature=self.temperature,
             seed=self.seed,
             max_tokens=self.max_completion_tokens,
+            ignores_end=self.ignore_eos,
             has_timestamps=self.response_format in TIMED_FORMATS,
             has_logprobs=bool(self.include),
             has_scores=self.response_format == "verbose_json",

@@ -58,12 +58,14 @@ class StreamUsage(msgspec.Struct):
 
     seconds: float  # transcribed so far
     total_seconds: float
+    completion_tokens: int  # of the answers so far
     type: str = "duration"
 
 
 class DeltaEvent(msgspec.Struct):
-    """Text that a transcript has grown by. The last event of 30 seconds has their log-probabilities
-    and the usage, if they are asked for."""
+    """Text that a transcript has grown by.
+
+    The last event of a window has its log-probabilities, if they are asked for."""
 
     delta: str
     logprobs: list[TokenLogprob] | msgspec.UnsetType = msgspec.UNSET
@@ -184,6 +186,7 @@ class _Work:
     windows: Windows
     transcript: Transcript
     timeout: float | None  # seconds
+    num_tokens: int = 0  # that were generated so far
 
     async def response(self) -> Response:
         async with aclosing(self._parts()) as parts:
@@ -208,7 +211,7 @@ class _Work:
                 found = DeltaEvent(part.text)
                 if part.window is not None and self.body.include:
                     found.logprobs = self._logprobs([part.window])
-                if part.window is not None and has_usage:
+                if has_usage:
                     found.usage = self._usage()
                 if part.text or found.logprobs or found.usage:
                     yield event(found)
@@ -233,6 +236,7 @@ class _Work:
                     raise RequestTimeoutError(
                         f"The request did not finish within {self.timeout:g} s."
                     ) from None
+                self.num_tokens += part.num_tokens
                 yield part
 
     def _done(self) -> Transcription | VerboseTranscription:
@@ -253,4 +257,5 @@ class _Work:
     def _usage(self) -> StreamUsage:
         """Return the seconds of the windows that are transcribed."""
         windows, total = self.transcript.windows, self.transcript.duration
-        return StreamUsage(round(windows[-1].end if windows else 0.0, 3), round(total, 3))
+        done = windows[-1].end if windows else 0.0
+        return StreamUsage(round(done, 3), round(total, 3), self.num_tokens)

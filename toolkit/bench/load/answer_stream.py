@@ -11,7 +11,7 @@ import orjson
 from toolkit.bench.load.record import RequestRecord
 from toolkit.client.wire import DONE, EventBuffer, RequestFailedError, error_message
 
-TEXT_KEYS = (b'"text":', b'"text": ', b'"content":', b'"content": ')
+TEXT_KEYS = (b'"text":', b'"text": ', b'"content":', b'"content": ', b'"delta":')
 QUOTE, BACKSLASH = b'"', ord("\\")
 OUTPUT_KEYS = ("content", "reasoning_content", "reasoning", "tool_calls")
 """Fields of a chat delta that carry output."""
@@ -115,6 +115,8 @@ class StreamTimer:
             has_count = self._read_usage(usage) if usage else False
             if choices:
                 self._parse_chunk(data, choices[0], now, has_count=has_count)
+            elif event.get("type", "").startswith("transcript.text."):
+                self._parse_transcript(data, event, now, has_count=has_count)
             elif "error" in event:
                 raise RequestFailedError("error in the stream", error_message(data))
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
@@ -157,6 +159,20 @@ class StreamTimer:
                 self.token_frame = _split_at_text(data, outputs[0] or outputs[1])
         elif self.times or "role" not in delta:  # the first chunk of a chat only has the role
             self._add_chunk(0, now)
+
+    def _parse_transcript(
+        self, data: bytes, event: dict[str, Any], now: float, *, has_count: bool
+    ) -> None:
+        """Count an event of a transcript. The last one repeats the complete text."""
+        self.is_complete |= event["type"] == "transcript.text.done"
+        text = event.get("delta")
+        if has_count:
+            self.has_chunk_counts = True
+            if num_new := (self.reported_tokens or 0) - self.num_tokens:
+                self._add_chunk(num_new, now)
+        elif text:
+            self._add_chunk(1, now)
+            self.token_frame = _split_at_text(data, text)
 
     def _add_chunk(self, num_tokens: int, now: float) -> None:
         if not self.times:

@@ -75,7 +75,9 @@ class Client:
         counts.sent += 1
         record.sent = self.clock()
         try:
-            status, body = await self.http.post(self.route, request.body, timer.feed)
+            status, body = await self.http.post(
+                self.route, request.body, timer.feed, request.content_type
+            )
             if status == 200:
                 timer.check_complete()
             else:

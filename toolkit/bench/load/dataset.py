@@ -1,6 +1,8 @@
 """Prompts. Generated ones depend on the seed alone and differ between requests."""
 
+import io
 import math
+import wave
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,23 +25,28 @@ WORDS = """
     guy moment air teacher force education foot boy age policy music market
 """.split()  # noqa: SIM905  # a list of 106 literals reads worse
 
+SAMPLE_RATE = 16_000
+LOUDNESS = 2**11  # of noise, as samples of 16 bits
+BOUNDARY = "tk-bench-1f6bd9c4c9a34d0f"
+
 PREFIX, WARMUP, BLOCK = 1, 2, 3  # keys of the random streams that do not belong to a single request
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Text, token ids or a conversation, and the length of the answer."""
+    """Text, token ids, a conversation or a sound file, and the length of the answer."""
 
-    content: str | list[int] | list[dict[str, Any]]
+    content: str | list[int] | list[dict[str, Any]] | bytes
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request that is ready to send: its JSON body and the length of the answer."""
+    """A request that is ready to send: its body and the length of the answer."""
 
     body: bytes
     max_tokens: int
+    content_type: str = "application/json"
 
 
 class Dataset(Protocol):
@@ -83,6 +90,7 @@ class RandomDataset:
         self._generator = PromptGenerator(config)
         self._key = key
         self._input_range = length_range(config.random_input_len, config.random_range_ratio)
+        self._seconds = config.clip_seconds
         self._output_range = length_range(config.random_output_len, config.random_range_ratio)
 
     def prompt(self, index: int) -> Prompt:
@@ -110,11 +118,36 @@ class PrefixDataset(RandomDataset):
         return np.concatenate((prefix, self._generator.tokens(rng, input_len)))
 
 
+class SoundDataset(RandomDataset):
+    """WAV files of noise, each another."""
+
+    def prompt(self, index: int) -> Prompt:
+        rng = self._generator.rng(index, *self._key)
+        output_len = int(rng.integers(*self._output_range, endpoint=True))
+        return Prompt(self._file(rng), output_len)
+
+    def _file(self, rng: np.random.Generator) -> bytes:
+        num_samples = round(self._seconds * SAMPLE_RATE)
+        samples = rng.integers(-LOUDNESS, LOUDNESS, num_samples, np.int16)
+        file = io.BytesIO()
+        with wave.open(file, "wb") as writer:
+            writer.setparams((1, 2, SAMPLE_RATE, num_samples, "NONE", ""))
+            writer.writeframesraw(samples.astype("<i2").tobytes())
+        return file.getvalue()
+
+
+def generated_dataset(config: BenchConfig, *key: int) -> Dataset:
+    """Return the dataset random: sound for a route that takes it."""
+    return (SoundDataset if config.is_sound else RandomDataset)(config, *key)
+
+
 def request(
     prompt: Prompt, config: BenchConfig, model: str, *, asks_counts: bool = False
 ) -> BenchRequest:
     """Return the request for a prompt. `asks_counts`: every event shall count the tokens so far."""
     max_tokens = prompt.max_tokens if config.output_len is None else config.output_len
+    if isinstance(prompt.content, bytes):
+        return _form(prompt.content, max_tokens, config, model)
     body: dict[str, Any] = {"model": model}
     if not config.is_chat:
         body["prompt"] = prompt.content
@@ -133,6 +166,30 @@ def request(
         body["ignore_eos"] = True
     body |= config.extra_body or {}
     return BenchRequest(orjson.dumps(body), max_tokens)
+
+
+def _form(file: bytes, max_tokens: int, config: BenchConfig, model: str) -> BenchRequest:
+    """Return the request for a file's transcript."""
+    fields: dict[str, Any] = {
+        "model": model,
+        "language": "en",
+        "stream": True,
+        "stream_continuous_usage_stats": True,
+        "max_completion_tokens": max_tokens,
+        "ignore_eos": config.ignore_eos,
+        **(config.extra_body or {}),
+    }
+    parts = [
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'
+        f"{value if isinstance(value, str) else orjson.dumps(value).decode()}\r\n"
+        for name, value in fields.items()
+    ]
+    head = (
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="noise.wav"\r\n'
+        "Content-Type: audio/wav\r\n\r\n"
+    )
+    body = "".join([*parts, head]).encode() + file + f"\r\n--{BOUNDARY}--\r\n".encode()
+    return BenchRequest(body, max_tokens, f"multipart/form-data; boundary={BOUNDARY}")
 
 
 def length_range(length: int, ratio: float) -> tuple[int, int]:

@@ -75,18 +75,25 @@ class HTTPClient:
         except TimeoutError:
             raise RequestFailedError("timeout", f"no answer in {timeout:g} s") from None
 
-    async def post(self, path: str, body: bytes, on_chunk: OnChunk) -> tuple[int, bytes]:
-        """Send JSON and return (status, body). With status 200 the body goes to `on_chunk` instead.
+    async def post(
+        self, path: str, body: bytes, on_chunk: OnChunk, content_type: str = "application/json"
+    ) -> tuple[int, bytes]:
+        """Send a body and return (status, answer); with status 200 that goes to `on_chunk` instead.
 
         Raises RequestFailedError, UntrustedError, and any exception of `on_chunk`."""
-        return await self._send(b"POST", path, body, on_chunk)
+        return await self._send(b"POST", path, body, on_chunk, content_type)
 
     async def _send(
-        self, method: bytes, path: str, body: bytes, on_chunk: OnChunk | None
+        self,
+        method: bytes,
+        path: str,
+        body: bytes,
+        on_chunk: OnChunk | None,
+        content_type: str = "",
     ) -> tuple[int, bytes]:
         head = b"%s %s HTTP/1.1\r\n%s" % (method, (self._path + path).encode(), self._fields)
         if body:
-            head += b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
+            head += f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n".encode()
         connection = self._idle_connection() or await self._connect()
         try:
             response = await connection.exchange(head + b"\r\n" + body, on_chunk)

@@ -18,8 +18,8 @@ from toolkit.bench.load.dataset import (
     PrefixDataset,
     Prompt,
     PromptGenerator,
-    RandomDataset,
     Tokens,
+    generated_dataset,
 )
 from toolkit.config.load import BenchConfig
 from toolkit.errors import ConfigError
@@ -86,7 +86,7 @@ class TraceDataset:
 def open_dataset(config: BenchConfig) -> Dataset:
     """Open the dataset of a config. Raises ConfigError if its file cannot be read."""
     if config.dataset_name == "random":
-        return RandomDataset(config)
+        return generated_dataset(config)
     if config.dataset_name == "prefix":
         return PrefixDataset(config)
     return _open_recorded(config)

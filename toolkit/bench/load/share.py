@@ -30,6 +30,8 @@ CORES_PER_CLIENT = 4
 MAX_PREPARED = 10_000
 """Requests whose bodies are built before the start. The others are built when needed."""
 
+MAX_PREPARED_FILES = 256  # of a megabyte
+
 
 class LoadJob(msgspec.Struct, tag="job"):
     """Job of client `index` of `clients`."""
@@ -96,7 +98,8 @@ class LoadShare:
                 for i, seconds in enumerate(times[job.index :: job.clients])
             ]
         num_prepared = len(self._records) if self.is_scheduled else self._max_requests or 0
-        self._prepared = [self._build_request(i) for i in range(min(num_prepared, MAX_PREPARED))]
+        most = MAX_PREPARED_FILES if job.config.is_sound else MAX_PREPARED
+        self._prepared = [self._build_request(i) for i in range(min(num_prepared, most))]
         self.client: Client | None = None
         gc.collect()
         gc.freeze()  # spare collections during the run the objects that exist now

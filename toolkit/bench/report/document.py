@@ -57,6 +57,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             "requests_per_s": result.per_second(result.num_succeeded),
             "output_tokens_per_s": result.per_second(result.output_tokens),
             "prompt_tokens_per_s": result.per_second(result.prompt_tokens),
+            "sound_seconds_per_s": outcome.sound_per_second,
         },
         "goodput": {
             "objectives_s": outcome.config.objectives,
@@ -113,6 +114,7 @@ def vllm_fields(outcome: Outcome) -> dict[str, Any]:
         "output_throughput": result.per_second(result.output_tokens),
         "total_token_throughput": result.per_second(result.prompt_tokens + result.output_tokens),
         "max_concurrent_requests": result.max_in_flight,
+        "rtfx": outcome.sound_per_second,
     }
     for name in config.metrics:
         if len(values[name]):

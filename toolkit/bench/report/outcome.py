@@ -24,6 +24,13 @@ class Outcome:
     began: datetime.datetime
 
     @property
+    def sound_per_second(self) -> float | None:
+        """Seconds of sound that were transcribed in a second; None if prompts are no sound."""
+        if not self.config.is_sound:
+            return None
+        return self.result.per_second(self.result.num_succeeded) * self.config.clip_seconds
+
+    @property
     def exit_code(self) -> int:
         if self.interrupted:
             return 130

@@ -80,6 +80,8 @@ def _throughput(outcome: Outcome) -> Iterator[tuple[str, str]]:
         f"{result.per_second(result.output_tokens):,.0f} output tok/s   "
         f"{result.per_second(result.prompt_tokens):,.0f} prompt tok/s",
     )
+    if outcome.sound_per_second is not None:
+        yield "sound", f"{outcome.sound_per_second:,.1f}× real time"
     if (steady := result.steady) is None:
         yield "steady", "no steady part: a short run, a burst, a ramp, or a load that kept changing"
     else:

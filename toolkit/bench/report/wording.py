@@ -57,6 +57,8 @@ def describe_prompts(config: BenchConfig) -> str:
     if config.dataset_name == "prefix":
         prefix = f"one of {config.num_prefixes} prefixes of {config.prefix_len:,} {unit} and "
     output_len = config.output_len or config.random_output_len
+    if config.is_sound:
+        return f"{config.clip_seconds:g} s of noise in, {output_len:,} tokens out{spread}"
     return (
         f"{config.dataset_name}, {prefix}{config.random_input_len:,} {unit} in, "
         f"{output_len:,} tokens out{spread}"
