@@ -186,6 +186,21 @@ def test_words_have_the_times_of_their_tokens():
     ]  # fmt: skip
 
 
+def test_words_end_before_the_rest_of_a_window():
+    async def align(clip, prompt, text):
+        return [(20.0, clip.seconds)] * len(text)
+
+    def reply(heard: Heard) -> tuple[list[int], float]:
+        is_rest = heard.clip.seconds < 29
+        return spelled(0.0, " b", 1.0) if is_rest else spelled(0.0, " a", 25.0, 25.0), -0.5
+
+    _, transcript = run(FakeModel(reply), 1, aligner=align, language="en", has_timestamps=True)
+    words = [word for window in transcript.windows for word in window.words]
+    assert [(one.word, one.start, one.end) for one in words] == [
+        ("a", 20.0, 25.0), ("b", 29.5, 29.5),
+    ]  # fmt: skip
+
+
 def test_logprobs_are_those_of_the_tokens():
     _, transcript = run(FakeModel(named), 1, language="en", has_logprobs=True)
     [window] = transcript.windows

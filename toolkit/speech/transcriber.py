@@ -314,13 +314,17 @@ class Transcriber:
             tokens=token_ids,
             logprobs=attempt.logprobs[: len(token_ids)] if self._options.has_logprobs else (),
             segments=segments,
-            words=await self._words(token_ids, start, clip),
+            words=await self._words(token_ids, start, clip, seconds),
             temperature=attempt.temperature,
             scores=scores,
         )
 
-    async def _words(self, token_ids: list[int], start: float, clip: Clip) -> list[Word]:
-        """Return the words of an answer with their times in the file."""
+    async def _words(
+        self, token_ids: list[int], start: float, clip: Clip, seconds: float
+    ) -> list[Word]:
+        """Return the words of an answer with their times in the file.
+
+        They end within the first `seconds` of the clip."""
         text_ids = [token for token in token_ids if token < self._tokens.end]
         if self._aligner is None or not text_ids:
             return []
@@ -329,7 +333,7 @@ class Transcriber:
         language = self._language if self._options.task == "transcribe" else "en"
         words = time_words(text_ids, spans, self._bytes, has_spaces=language not in WITHOUT_SPACES)
         return [
-            Word(one.text.strip(), start + one.start, start + min(one.end, clip.seconds))
+            Word(one.text.strip(), start + min(one.start, seconds), start + min(one.end, seconds))
             for one in words
             if one.text.strip()
         ]

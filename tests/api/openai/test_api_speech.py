@@ -90,6 +90,19 @@ def test_translations_are_those_of_transformers(audio):
     assert found.text.startswith(expected)  # a phrase that is cut off may follow
 
 
+def test_words_are_those_of_the_text(audio):
+    file = wav(hearing.sound(0), hearing.sound(1))
+    asked = {"language": "en", "response_format": "verbose_json"}
+    found = ask(audio.transcriptions, file, timestamp_granularities=["word"], **asked)
+    assert found.segments is None
+    assert found.words
+    assert "".join(one.word for one in found.words) == "".join(found.text.split())
+    assert all(0 <= one.start <= one.end <= 2 for one in found.words)
+    both = ask(audio.transcriptions, file, timestamp_granularities=["word", "segment"], **asked)
+    assert both.words == found.words
+    assert both.segments
+
+
 def test_languages_are_detected(audio):
     found = ask(audio.transcriptions, wav(hearing.sound(0)), response_format="verbose_json")
     assert found.language in ("english", "german")

@@ -195,11 +195,6 @@ def test_empty_fields_are_left_out(served):
         ({"temperature": "1.5"}, "temperature", "must be at most 1"),
         ({"temperature": "warm"}, "temperature", "must be a number"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "verbose_json"),
-        (
-            {"timestamp_granularities[]": "word", "response_format": "verbose_json"},
-            "timestamp_granularities",
-            "not supported yet",
-        ),
         ({"timestamp_granularities[]": "page"}, "timestamp_granularities[0]", "must be one of"),
         ({"include[]": "logprobs", "response_format": "srt"}, "include", "needs response_format"),
         ({"stream": "true", "response_format": "srt"}, "response_format", "in a stream"),
