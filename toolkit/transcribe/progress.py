@@ -33,14 +33,29 @@ class ProgressDisplay:
         finally:
             progress.close()
 
-    def __enter__(self) -> ProgressDisplay:
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide the bars within the block, which prints to the same terminal."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
+
+    def start(self) -> None:
         if self._bars is not None:
             self._bars.start()
+
+    def stop(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __enter__(self) -> ProgressDisplay:
+        self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+        self.stop()
 
     def summary(self, num_files: int) -> str:
         """Return a line about all files that are complete."""

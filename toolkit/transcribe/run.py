@@ -189,7 +189,8 @@ async def _transcribe_all(address: Address, wishes: Wishes, jobs: Sequence[Job])
             for job in jobs:
                 await job.ended.wait()
                 if job.error is None and not prints_live:
-                    _print(job, has_heading=len(jobs) > 1 and wishes.format == "text")
+                    with display.hidden():
+                        _print(job, has_heading=len(jobs) > 1 and wishes.format == "text")
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
