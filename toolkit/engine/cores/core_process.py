@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from toolkit.engine.cores.sockets import Socket, address, has_message, open_socket
+from toolkit.engine.front.clips import feature_of
 from toolkit.engine.messages import (
     Abort,
     ClientGone,
@@ -46,7 +48,8 @@ from toolkit.hub import locate_tokenizer
 from toolkit.imports import without_collection
 from toolkit.logs import LogStyle, flush_stderr
 from toolkit.sampling.params import PoolingParams, SamplingParams
-from toolkit.sequence import SequenceSpec
+from toolkit.sequence import Feature, SequenceSpec
+from toolkit.speech.clip import Clip
 from toolkit.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -212,7 +215,11 @@ class CoreProcess:
     def _probe_step(self, client: int) -> None:
         """Report to the client after the next step. Without work, add a one-token request."""
         if not self._core.has_work:
-            generates = self._core.executor.info.generates
+            info, features = self._core.executor.info, tuple[Feature, ...]()
+            if info.hearing is not None:
+                silence = Clip.of(np.zeros(1, np.int16))
+                features = (feature_of(silence),)
+                self._core.features.data[silence.digest] = silence.data
             self._core.add(
                 EngineRequest(
                     id="canary",
@@ -222,7 +229,8 @@ class CoreProcess:
                         params=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
                         max_tokens=1,
                         eos_token_ids=[],
-                        pooling=None if generates else PoolingParams(),
+                        pooling=None if info.generates else PoolingParams(),
+                        features=features,
                     ),
                 )
             )
