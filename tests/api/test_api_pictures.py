@@ -412,7 +412,7 @@ def test_a_picture_that_cannot_be_used_is_an_error(server: Server, name: str, st
         (
             CHAT,
             {"messages": user(image_url()), "use_beam_search": True, "max_tokens": 2},
-            "Beam search takes text alone: the prompt has a picture.",
+            "Beam search takes text alone: the prompt has a picture or a clip.",
         ),
         (
             "/v1/responses",

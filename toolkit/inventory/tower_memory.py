@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from toolkit.config import EngineConfig
 from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.step_memory import GRAPH_LAYER_BYTES
+from toolkit.models.audio import STRIDE, AudioEncoder
 from toolkit.models.config.towers import Sight
+from toolkit.models.describe import FeatureEncoder
 from toolkit.pictures.families import find_family
 from toolkit.pictures.settings import read_processor
 from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE
-from toolkit.worker.graph_policy import picture_rows
+from toolkit.worker.graph_policy import CAPTURED_CLIPS, picture_rows
+
+SPECTRUM_BYTES = 16 * 201  # of a frame: complex numbers, and their powers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,19 @@ def tower_memory(
     more_frames = (tower.patches.frames - 1) * tower.hidden * tower.patches.pixels
     numbers = checkpoint.tower_parameters - more_frames
     return TowerMemory(numbers * type_bytes, num_pages * page_bytes, step)
+
+
+def encoder_step(encoder: FeatureEncoder | None, engine: EngineConfig, type_bytes: int) -> int:
+    """Return the bytes that a GPU needs to encode clips, and for the CUDA graphs of it."""
+    if not isinstance(encoder, AudioEncoder):
+        return 0
+    widest = max(block.mlp.size for block in encoder.blocks)
+    of_rows = encoder.num_rows * (8 * encoder.hidden + 2 * widest) * type_bytes
+    of_frames = STRIDE * encoder.num_rows * (SPECTRUM_BYTES + 2 * encoder.hidden * type_bytes)
+    clips = CAPTURED_CLIPS[-1] * (of_rows + of_frames)
+    if engine.device.enforce_eager:
+        return clips
+    return 2 * clips + len(CAPTURED_CLIPS) * len(encoder.blocks) * GRAPH_LAYER_BYTES
 
 
 def _most_rows(checkpoint: Checkpoint, engine: EngineConfig, sight: Sight) -> int:

@@ -17,6 +17,8 @@ MIXED_TOKENS = (
 """Padded token counts of captured steps that mix prompts and next tokens."""
 MOST_PICTURE_ROWS = 2048  # of a captured tower
 MOST_PICTURES = 16  # of a captured tower
+CAPTURED_CLIPS = (1, 2, 4)
+"""Numbers of clips that are encoded at once. An H200's products are no faster with more of 30 s."""
 MOST_STEP_DRAFTS = 512
 """Drafts of all requests of a step. From about as many tokens on, a step computes more than it
 reads, and takes longer with each."""

@@ -1,8 +1,8 @@
 """Clips of 30 s: `python -m tools.bench.speech FOLDER`, such as `models/whisper-large-v3`.
 
 Each clip is new noise, and each answer has 100 tokens. Prints seconds of sound per second for 256
-clips at once, and for the same again; for one clip alone, and the time to its first token; and for
-256 WAV files at once over HTTP."""
+clips at once, and for the same again; for one clip alone, and the time to its first token. With
+`--http`, for 256 WAV files at once over HTTP."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--clips", type=int, default=MANY)
+    parser.add_argument("--http", action="store_true")
     asked = parser.parse_args()
-    measure(asked.model, asked.clips)
+    if not asked.http:
+        measure(asked.model, asked.clips)
+        return
     arguments = [asked.model, "--load-format", "dummy", "--max-num-seqs", str(asked.clips)]
     with run_server(arguments) as server:
         asyncio.run(measure_http(str(server.client.base_url), asked.clips))

@@ -347,10 +347,10 @@ class InputProcessor:
 
 
 def require_text(prepared: Iterable[Prepared]) -> None:
-    """Raise InvalidRequestError for pictures, which a beam search would lose."""
+    """Raise InvalidRequestError for pictures and clips, which a beam search would lose."""
     if any(one.features for one in prepared):
         raise InvalidRequestError(
-            "Beam search takes text alone: the prompt has a picture.", param="messages"
+            "Beam search takes text alone: the prompt has a picture or a clip.", param="messages"
         )
 
 
