@@ -203,6 +203,9 @@ def test_panel_of_pictures_is_shown_for_models_that_see():
     panel = r"Pictures.*\n.*per sec\. +8\.2 .*\n.*shared.* 40% .*\n.*in all +1234 "
     assert re.search(panel, seen)
     assert "Pictures" not in text(View(pictures=0.0))
+    heard = text(View(audio_seconds=5400.0, audio_rate=61.5, picture_hit_rate=0.25, pictures=9.0))
+    assert re.search(r"Sound.*\n.*speed +61\.5 x real time.*\n.*shared.* 25% ", heard)
+    assert "Pictures" not in heard
 
 
 def test_adapters_with_most_requests_are_shown():

@@ -78,6 +78,16 @@ async def test_snapshot_has_pictures(metrics, canned):
     assert "pictures" not in snapshot(state_over(canned([metrics(10)])))
 
 
+async def test_snapshot_has_sound(metrics, canned):
+    pages = [
+        f"# TYPE tk:audio_seconds_total counter\ntk:audio_seconds_total {seconds}\n"
+        for seconds in (30, 90)
+    ]
+    state = state_over(canned([metrics(10) + pages[0], metrics(12) + pages[1]]))
+    await take_readings(state, None)
+    assert re.search(r"sound       90 s, [\d.,]+ times real time\n", snapshot(state))
+
+
 async def test_json_has_numbers_in_base_units(metrics, canned):
     state = state_over(canned([metrics(10), metrics(12)]), canned([None]))
     await take_readings(state, None)

@@ -171,11 +171,12 @@ class Metrics:
             "prefix_cache_hits", "Tokens found in the prefix cache."
         )
         self.mm_cache_queries = self._counter(
-            "mm_cache_queries", "Pictures whose rows requests needed."
+            "mm_cache_queries", "Pictures and clips that requests needed."
         )
         self.mm_cache_hits = self._counter(
-            "mm_cache_hits", "Pictures whose rows another request had computed."
+            "mm_cache_hits", "Pictures and clips that another request had computed."
         )
+        self.audio_seconds = self._counter("audio_seconds", "Seconds of sound transcribed.")
         self.num_preemptions = self._counter("num_preemptions", "Preemptions of running requests.")
         self.late_compilations = self._counter(
             "late_compilations", "GPU kernels compiled after start-up, for which a step waited."

@@ -87,7 +87,7 @@ def _text(server: Server) -> str:
             if (drafts := wording.drafts(view.draft_acceptance, view.acceptance_by_position))
             else {}
         ),
-        **({"pictures": _pictures(view)} if view.pictures else {}),
+        **_features(view),
         "preemptions": wording.count(view.preemptions),
         **_gpu(view),
         "why slow": f"{found.kind}: {found.text}",
@@ -107,6 +107,14 @@ def _text(server: Server) -> str:
     if server.error:
         lines.append(server.error)
     return "\n".join(map(escape_line, lines))
+
+
+def _features(view: View) -> dict[str, str]:
+    """Return a line about sound or pictures, if there were any."""
+    if view.audio_seconds:
+        rate, total = wording.decimal(view.audio_rate), wording.count(view.audio_seconds)
+        return {"sound": f"{total} s, {rate} times real time"}
+    return {"pictures": _pictures(view)} if view.pictures else {}
 
 
 def _pictures(view: View) -> str:

@@ -43,6 +43,8 @@ class View:
     pictures: float | None = None  # that requests needed, since the server's start
     picture_rate: float | None = None  # per second, over the span
     picture_hit_rate: float | None = None  # computed for an earlier request, over the span
+    audio_seconds: float | None = None  # seconds of sound transcribed since the server's start
+    audio_rate: float | None = None  # seconds of sound per second, over the span
     draft_acceptance: float | None = None  # share of right draft tokens, over the span
     acceptance_by_position: list[float] = field(default_factory=list)
     """Share of steps with drafts whose first, second, … draft was right, since the start."""
@@ -125,6 +127,8 @@ def view_of(servers: Sequence[Server], *, since_start: bool = False) -> View:
         prefix_hit_rate=hits / queries if hits is not None and queries else None,
         pictures=totals.sum("mm_cache_queries_total"),
         picture_rate=totals.rate("mm_cache_queries_total"),
+        audio_seconds=totals.sum("audio_seconds_total"),
+        audio_rate=totals.rate("audio_seconds_total"),
         picture_hit_rate=shared / pictures if shared is not None and pictures else None,
         draft_acceptance=accepted / drafted if accepted is not None and drafted else None,
         acceptance_by_position=[

@@ -66,7 +66,11 @@ def post(
 
 
 def test_json_has_text_and_usage(served):
+    registry = served.engine.metrics.registry
+    counted = "tk:audio_seconds_total", {"model_name": "tiny", "engine": "0"}
+    before = registry.get_sample_value(*counted)
     found = create(served, language="en")
+    assert registry.get_sample_value(*counted) == before + 2.0
     assert found.text == "Hi there. Bye."
     assert (found.usage.type, found.usage.seconds) == ("duration", 2)
     [heard] = served.engine.model.heard

@@ -29,6 +29,7 @@ from toolkit.engine.front.alignment import ClipAligner
 from toolkit.engine.front.input_processor import TokensPrompt
 from toolkit.engine.outputs import Delta
 from toolkit.errors import InvalidRequestError, RequestTimeoutError
+from toolkit.metrics import Metrics
 from toolkit.sampling.params import SamplingParams
 from toolkit.speech.clip import Clip
 from toolkit.speech.formats import (
@@ -121,7 +122,8 @@ async def _answer(request: Request, task: Task) -> Response:
     windows = await while_connected(request, _windows(target, form.file, hearing))
     check_queue(target, min(len(windows), MAX_RUNNING))
     transcript = Transcript(windows.seconds, task)
-    work = _Work(body, tokenizer, transcriber, windows, transcript, config.request_timeout)
+    timeout, metrics = config.request_timeout, target.engine.metrics
+    work = _Work(body, tokenizer, transcriber, windows, transcript, timeout, metrics)
     if body.stream:
         return EventStream(work.events(), lambda: None, config.sse_keep_alive)
     return await while_connected(request, work.response())
@@ -186,6 +188,7 @@ class _Work:
     windows: Windows
     transcript: Transcript
     timeout: float | None  # seconds
+    metrics: Metrics
     num_tokens: int = 0  # that were generated so far
 
     async def response(self) -> Response:
@@ -237,6 +240,8 @@ class _Work:
                         f"The request did not finish within {self.timeout:g} s."
                     ) from None
                 self.num_tokens += part.num_tokens
+                if part.window is not None:
+                    self.metrics.audio_seconds.inc(part.window.end - part.window.start)
                 yield part
 
     def _done(self) -> Transcription | VerboseTranscription:

@@ -101,7 +101,9 @@ def _facts(view: View, width: int) -> Block:
         panels.append(_gpu)
     if view.adapters:
         panels.append(_adapters)
-    if view.pictures:
+    if view.audio_seconds:
+        panels.append(_sound)
+    elif view.pictures:
         panels.append(_pictures)
     panels += [_steps, _processes] if view.cpu_cores else [_steps]
     panels.append(_finished)
@@ -185,6 +187,17 @@ def _pictures(view: View, width: int) -> Block:
         ("per sec.", [(f"{wording.decimal(view.picture_rate):>6}", "value")]),
         ("shared", _share(view.picture_hit_rate, width, "bar")),
         ("in all", [(f"{wording.short(view.pictures):>6}", "value")]),
+    )
+
+
+def _sound(view: View, width: int) -> Block:
+    speed: Line = [(f"{wording.decimal(view.audio_rate):>6}", "value"), (" x real time", "")]
+    return _panel(
+        "Sound",
+        width,
+        ("speed", speed),
+        ("shared", _share(view.picture_hit_rate, width, "bar")),
+        ("seconds", [(f"{wording.short(view.audio_seconds):>6}", "value")]),
     )
 
 
