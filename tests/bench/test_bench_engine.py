@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tests import hearing
 from toolkit import LLM, SamplingParams
 from toolkit.bench import workloads
 from toolkit.demo import MODEL_DIR
@@ -141,6 +142,12 @@ class TestRows:
         assert code == 2
         assert message in err
         assert len(err.strip().splitlines()) == 1
+
+    def test_models_that_hear_are_refused(self, tk, tmp_path):
+        folder = hearing.save(tmp_path / "whisper")
+        code, _, err = tk("latency", str(folder), "--device", "cpu", "--dtype", "float32")
+        assert code == 2
+        assert "this model transcribes sound" in err
 
 
 def test_gpu_busy_time_is_the_union_of_its_intervals():

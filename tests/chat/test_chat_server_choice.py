@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import hearing
 from tests.checkpoints import make_reference
 from tests.models.gguf_models import write_model
 from tests.records import recorded
@@ -271,3 +272,8 @@ def test_server_that_cannot_chat_is_refused_at_once(server, screen, tasks, words
         run.find_server(ChatConfig(url=server.url), screen.terminal),
     ):
         pass
+
+
+def test_models_that_hear_do_not_chat(tmp_path):
+    with pytest.raises(ConfigError, match=r"transcribes sound.*tk transcribe"):
+        require_chat_template(str(hearing.save(tmp_path)))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import checkpoints, pictured
+from tests import checkpoints, hearing, pictured
 from tests.weights.test_fp8_blocks import save_in_blocks
 from toolkit import LLM
 from toolkit.attention import GroupTable
@@ -177,6 +177,7 @@ def test_models_that_cannot_be_verified_are_usage_errors(tk_here, checkpoint, tm
     for words, reason in (
         ([str(checkpoint("gpt2")), "--load-format", "dummy"], "has nothing to verify"),
         ([str(tmp_path / "encoder")], "this model is an encoder"),
+        ([str(hearing.save(tmp_path / "whisper"))], "this model transcribes sound"),
         ([str(tmp_path / "absent")], "absent"),
         (["--block-size", "0"], "--block-size must be at least 1"),
     ):

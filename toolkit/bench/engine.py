@@ -143,6 +143,11 @@ class EngineBench:
 
     def check(self, work: Workload) -> None:
         """Raise ConfigError if a sequence does not fit into the context."""
+        if self.llm.info.hearing is not None:
+            raise ConfigError(
+                f"The {work.name} benchmark has prompts of text, and this model transcribes sound. "
+                "Load a server: tk bench --endpoint transcriptions."
+            )
         if work.longest > self.llm.info.max_model_len:
             raise ConfigError(
                 f"The {work.name} benchmark has sequences of {work.longest} tokens, but the "

@@ -304,7 +304,9 @@ def require_chat(address: Address, model: ModelInfo) -> ModelInfo:
     if model.tasks is None or "chat" in model.tasks:
         return model
     problem = "does not generate text"
-    if "generate" in model.tasks:
+    if "transcription" in model.tasks:
+        problem = "transcribes sound, and does not chat: see tk transcribe"
+    elif "generate" in model.tasks:
         problem = (
             "has no chat template, so it cannot take messages: it continues text (/v1/completions)"
             ". 'tk serve --chat-template FILE' gives it a template"

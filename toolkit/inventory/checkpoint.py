@@ -193,6 +193,12 @@ class Checkpoint:
         """True if tk runs its tower for pictures, unless --limit-mm-per-prompt is 0."""
         return self.sight is not None and any(file in self.files for file in FILES)
 
+    @property
+    def hears(self) -> bool:
+        """True if each prompt has a clip. Raises CheckpointError for an unsupported model."""
+        described = self.description
+        return isinstance(described, Decoder) and described.encoder is not None
+
     @cached_property
     def sight(self) -> Sight | None:
         """The model's tower, if tk has its architecture."""

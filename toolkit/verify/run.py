@@ -157,6 +157,10 @@ def _describe(config: EngineConfig) -> Described:
         raise ConfigError(
             "tk verify compares generated text, and this model is an encoder.", param="model"
         )
+    if isinstance(description, describe.Decoder) and description.encoder is not None:
+        raise ConfigError(
+            "tk verify compares answers to texts, and this model transcribes sound.", param="model"
+        )
     return description
 
 

@@ -43,9 +43,16 @@ def require_chat_template(model: str) -> None:
     from toolkit.inventory.find import find_checkpoint
 
     try:
-        has_template = chat_template(find_checkpoint(model)) is not None
+        checkpoint = find_checkpoint(model)
+        has_template, hears = chat_template(checkpoint) is not None, checkpoint.hears
     except ToolkitError:
         return
+    if hears:
+        raise ConfigError(
+            f"{model} transcribes sound, and does not chat. Transcribe a file: tk transcribe "
+            f"speech.wav --model {shlex.quote(model)}.",
+            param="model",
+        )
     if not has_template:
         raise ConfigError(
             f"{model} has no chat template, so it cannot take messages: it continues text. "

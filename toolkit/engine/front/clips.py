@@ -39,9 +39,9 @@ def require_clip(hearing: HearingInfo | None, prompt: object) -> Clip | None:
         (sound,) = sound
     if sound is None or (isinstance(sound, list) and not sound):
         raise InvalidRequestError(
-            "This model transcribes sound, and the prompt has none. Send a file to "
-            '/v1/audio/transcriptions, or give LLM a prompt {"prompt_token_ids": ..., '
-            '"multi_modal_data": {"audio": (samples, rate)}}.',
+            "This model transcribes sound, and the prompt has none. Transcribe a file with tk "
+            "transcribe or /v1/audio/transcriptions, or give LLM a prompt "
+            '{"prompt_token_ids": ..., "multi_modal_data": {"audio": (samples, rate)}}.',
             param="prompt",
             code="model_not_supported",
         )
