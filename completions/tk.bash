@@ -86,7 +86,7 @@ _tk_table() {
             ;;
         "tk bench")
             flags="--url --base-url --model --endpoint --api-key --cacert --insecure --no-insecure --header --ready-check-timeout-sec --request-rate --rps --burstiness --burst-size --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --num-prompts --duration --max-concurrency --clients --find-max-rps --no-find-max-rps --dataset-name --dataset-path --random-input-len --random-output-len --random-range-ratio --random-vocab-size --clip-seconds --prefix-len --num-prefixes --output-len --ignore-eos --no-ignore-eos --extra-body --seed --num-warmups --goodput --goodput-ratio --percentile-metrics --metric-percentiles --json --no-json --save-result --no-save-result --result-dir --result-filename --metadata --config --help-all -h --help"
-            places=("serve sweep compare offline latency prefill")
+            places=("serve sweep compare offline throughput latency prefill")
             case "$1" in
                 --url|--base-url|--api-key|--header|--ready-check-timeout-sec|--request-rate|--rps|--burstiness|--burst-size|--ramp-up-start-rps|--ramp-up-end-rps|--num-prompts|--duration|--max-concurrency|--clients|--random-input-len|--random-output-len|--random-range-ratio|--random-vocab-size|--clip-seconds|--prefix-len|--num-prefixes|--output-len|--extra-body|--seed|--num-warmups|--goodput|--goodput-ratio|--percentile-metrics|--metric-percentiles|--metadata) kind="@ANY" ;;
                 --model|--result-filename) kind="@NAME" ;;
@@ -131,6 +131,26 @@ _tk_table() {
             places=("@MODEL")
             case "$1" in
                 --temperature|--repeats|--num-prompts|--min-len|--max-len|--revision|--max-model-len|--hf-overrides|--rope-scaling|--override-generation-config|--max-logprobs|--seed|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--state-cache-gib|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
+                --profile|--chat-template|--generation-config|--config) kind="@FILE" ;;
+                -m|--model|--tokenizer) kind="@MODEL" ;;
+                --dtype) kind="auto float32 bfloat16 float16" ;;
+                --model-impl) kind="auto toolkit transformers" ;;
+                --load-format) kind="auto safetensors dummy" ;;
+                --quantization) kind="fp8 int8 int4" ;;
+                --pooling) kind="last mean cls" ;;
+                --device) kind="auto cuda cpu" ;;
+                --attention-backend) kind="auto torch cpu triton flash" ;;
+                --kv-cache-dtype) kind="auto fp8" ;;
+                --mamba-ssm-cache-dtype) kind="auto float32 bfloat16" ;;
+                --scheduling-policy) kind="fcfs priority" ;;
+                --distributed-executor-backend) kind="mp ray" ;;
+            esac
+            ;;
+        "tk bench throughput")
+            flags="--temperature --repeats --profile --json --no-json --input-len --output-len --num-requests --num-prompts -m --model --revision --tokenizer --chat-template --dtype --max-model-len --hf-overrides --rope-scaling --model-impl --trust-remote-code --no-trust-remote-code --load-format --quantization --pooling --generation-config --override-generation-config --max-logprobs --seed --device --attention-backend --enforce-eager --no-enforce-eager --num-threads --block-size --gpu-memory-utilization --kv-cache-memory --kv-cache-dtype --num-gpu-blocks-override --swap-space --enable-prefix-caching --no-enable-prefix-caching --mamba-ssm-cache-dtype --state-cache-gib --max-num-seqs --max-num-batched-tokens --scheduling-policy --async-scheduling --no-async-scheduling --tensor-parallel-size --pipeline-parallel-size --enable-expert-parallel --no-enable-expert-parallel --data-parallel-size --distributed-executor-backend --worker-timeout --config --help-all -h --help"
+            places=("@MODEL")
+            case "$1" in
+                --temperature|--repeats|--input-len|--output-len|--num-requests|--num-prompts|--revision|--max-model-len|--hf-overrides|--rope-scaling|--override-generation-config|--max-logprobs|--seed|--num-threads|--block-size|--gpu-memory-utilization|--kv-cache-memory|--num-gpu-blocks-override|--swap-space|--state-cache-gib|--max-num-seqs|--max-num-batched-tokens|--tensor-parallel-size|--pipeline-parallel-size|--data-parallel-size|--worker-timeout) kind="@ANY" ;;
                 --profile|--chat-template|--generation-config|--config) kind="@FILE" ;;
                 -m|--model|--tokenizer) kind="@MODEL" ;;
                 --dtype) kind="auto float32 bfloat16 float16" ;;
@@ -224,7 +244,7 @@ _tk_table() {
         "tk config show")
             flags="--command --origin --config --json -h --help"
             case "$1" in
-                --command) kind="serve ps stop logs chat run transcribe bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics" ;;
+                --command) kind="serve ps stop logs chat run transcribe bench sweep compare offline throughput latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics" ;;
                 --config) kind="@FILE" ;;
             esac
             ;;
@@ -254,7 +274,7 @@ _tk_table() {
             ;;
         "tk man")
             flags="-h --help"
-            rest="serve ps stop logs chat run transcribe bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics"
+            rest="serve ps stop logs chat run transcribe bench sweep compare offline throughput latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics"
             ;;
         "tk completion")
             flags="--install -h --help"
@@ -298,7 +318,7 @@ _tk() {
     local cur=${words[last]}
     while ((i < last)); do
         case "$path ${words[i]}" in
-            "tk serve"|"tk ps"|"tk stop"|"tk logs"|"tk chat"|"tk run"|"tk transcribe"|"tk bench"|"tk bench serve"|"tk bench sweep"|"tk bench compare"|"tk bench offline"|"tk bench latency"|"tk bench prefill"|"tk top"|"tk models"|"tk pull"|"tk show"|"tk rm"|"tk config"|"tk config show"|"tk doctor"|"tk verify"|"tk collect-env"|"tk man"|"tk completion") path+=" ${words[i]}" ;;
+            "tk serve"|"tk ps"|"tk stop"|"tk logs"|"tk chat"|"tk run"|"tk transcribe"|"tk bench"|"tk bench serve"|"tk bench sweep"|"tk bench compare"|"tk bench offline"|"tk bench throughput"|"tk bench latency"|"tk bench prefill"|"tk top"|"tk models"|"tk pull"|"tk show"|"tk rm"|"tk config"|"tk config show"|"tk doctor"|"tk verify"|"tk collect-env"|"tk man"|"tk completion") path+=" ${words[i]}" ;;
             *) break ;;
         esac
         ((i++))

@@ -4,7 +4,7 @@ function __tk_at -d 'Test whether the line is at this command'
     set -l words (commandline -opc)
     set -l path tk
     for word in $words[2..]
-        contains -- "$path $word" 'tk serve' 'tk ps' 'tk stop' 'tk logs' 'tk chat' 'tk run' 'tk transcribe' 'tk bench' 'tk bench serve' 'tk bench sweep' 'tk bench compare' 'tk bench offline' 'tk bench latency' 'tk bench prefill' 'tk top' 'tk models' 'tk pull' 'tk show' 'tk rm' 'tk config' 'tk config show' 'tk doctor' 'tk verify' 'tk collect-env' 'tk man' 'tk completion'; or break
+        contains -- "$path $word" 'tk serve' 'tk ps' 'tk stop' 'tk logs' 'tk chat' 'tk run' 'tk transcribe' 'tk bench' 'tk bench serve' 'tk bench sweep' 'tk bench compare' 'tk bench offline' 'tk bench throughput' 'tk bench latency' 'tk bench prefill' 'tk top' 'tk models' 'tk pull' 'tk show' 'tk rm' 'tk config' 'tk config show' 'tk doctor' 'tk verify' 'tk collect-env' 'tk man' 'tk completion'; or break
         set path "$path $word"
     end
     test "$path" = "$argv[1]"
@@ -354,6 +354,7 @@ complete -c tk -n "__tk_at 'tk bench'" -a serve -d 'Do the same as tk bench; thi
 complete -c tk -n "__tk_at 'tk bench'" -a sweep -d 'Make one run for each combination of flag values'
 complete -c tk -n "__tk_at 'tk bench'" -a compare -d 'Compare two saved results; exit with 1 after a regression'
 complete -c tk -n "__tk_at 'tk bench'" -a offline -d 'Measure the engine\'s throughput on requests of mixed lengths'
+complete -c tk -n "__tk_at 'tk bench'" -a throughput -d 'Measure the engine\'s throughput on requests of one length'
 complete -c tk -n "__tk_at 'tk bench'" -a latency -d 'Measure the engine\'s time per token on a few equal requests'
 complete -c tk -n "__tk_at 'tk bench'" -a prefill -d 'Measure the engine\'s throughput on long prompts'
 complete -c tk -n "__tk_at 'tk bench'" -l url -l base-url -x -d 'The server to load'
@@ -603,6 +604,65 @@ complete -c tk -n "__tk_at 'tk bench offline'" -l config -r -F -d 'Settings file
 complete -c tk -n "__tk_at 'tk bench offline'" -l help-all -d 'Show every setting and exit'
 complete -c tk -n "__tk_at 'tk bench offline'" -s h -l help -d 'Show this message and exit'
 
+# tk bench throughput
+complete -c tk -n "__tk_at 'tk bench throughput'" -a '(__tk_values MODEL)'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l temperature -x -d 'Sampling temperature of all requests'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l repeats -x -d 'Measured runs after a warm-up'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l profile -r -F -d 'Run once more, write a Chrome trace of a third of a second of it to this file, and report the fraction of that time the GPU was busy'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l json -d 'Print one JSON object per row instead of a table'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l no-json -d 'Print one JSON object per row instead of a table'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l input-len -x -d 'Prompt length in tokens'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l output-len -x -d 'Output length in tokens'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l num-requests -l num-prompts -x -d 'Requests, all submitted at once'
+complete -c tk -n "__tk_at 'tk bench throughput'" -s m -l model -x -a '(__tk_values MODEL)' -d 'Model folder, GGUF file or hub name'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l revision -x -d 'Branch, tag or commit of the model on the hub'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l tokenizer -x -a '(__tk_values MODEL)' -d 'Folder or hub name of the tokenizer'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l chat-template -r -F -d 'Chat template: a file, or the template itself'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l dtype -x -a 'auto float32 bfloat16 float16' -d 'Type of weights and activations'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l max-model-len -x -d 'Maximum prompt plus output, in tokens'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l hf-overrides -x -d 'Fields that replace those of the model\'s config.json, as a JSON object'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l rope-scaling -x -d 'Scaling of rotary positions, for a longer context: a JSON object such as {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l model-impl -x -a 'auto toolkit transformers' -d 'Code that computes the model'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l trust-remote-code -d 'Run the Python code in the model\'s folder, if Transformers lacks its architecture'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l no-trust-remote-code -d 'Run the Python code in the model\'s folder, if Transformers lacks its architecture'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l load-format -x -a 'auto safetensors dummy' -d 'Format of the weight files'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l quantization -x -a 'fp8 int8 int4' -d 'Quantize the weights of linear layers while loading, if the checkpoint has full precision'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l pooling -x -a 'last mean cls' -d 'Pooling of hidden states into an embedding: the last token\'s, the mean of all, or the first token\'s (cls)'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l generation-config -r -F -d 'Folder whose generation_config.json has the defaults of requests, such as temperature and top_p'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l override-generation-config -x -d 'Defaults of requests that replace those, as a JSON object such as {"temperature": 0.6}'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l max-logprobs -x -d 'Most log-probabilities of a token that a request may ask for, its prompt\'s too'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l seed -x -d 'Seed for sampling, for requests without a seed of their own'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l device -x -a 'auto cuda cpu' -d 'Device to run on'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l attention-backend -x -a 'auto torch cpu triton flash' -d 'Attention implementation'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l enforce-eager -d 'Launch kernels one by one, without CUDA graphs and, on a CPU, without recorded steps'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l no-enforce-eager -d 'Launch kernels one by one, without CUDA graphs and, on a CPU, without recorded steps'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l num-threads -x -d 'CPU threads that run the model'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l block-size -x -d 'Tokens per KV cache block'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l gpu-memory-utilization -x -d 'Fraction of the GPU\'s memory to use'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l kv-cache-memory -x -d 'KV cache size in GiB'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l kv-cache-dtype -x -a 'auto fp8' -d 'Data type of the KV cache'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l num-gpu-blocks-override -x -d 'KV cache size in blocks, regardless of free memory (for tests)'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l swap-space -x -d 'Host memory in GiB for blocks of preempted requests, and their states (up to half)'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l enable-prefix-caching -d 'Reuse the KV cache of shared prefixes'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l no-enable-prefix-caching -d 'Reuse the KV cache of shared prefixes'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l mamba-ssm-cache-dtype -x -a 'auto float32 bfloat16' -d 'Data type of the states of recurrent layers'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l state-cache-gib -x -d 'Memory in GiB for states after prompts, of models with recurrent layers: with them, a shared prefix is reused'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l max-num-seqs -x -d 'Maximum number of running requests'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l max-num-batched-tokens -x -d 'Token budget of a step'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l scheduling-policy -x -a 'fcfs priority' -d 'Order in which waiting requests run'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l async-scheduling -d 'Schedule the next step before the tokens of the current one are known'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l no-async-scheduling -d 'Schedule the next step before the tokens of the current one are known'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l tensor-parallel-size -x -d 'Devices that each layer of the model is sharded over: GPUs, or processes on a CPU'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l pipeline-parallel-size -x -d 'Pipeline stages that the model\'s layers are split into'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l enable-expert-parallel -d 'Give each of the --tensor-parallel-size devices complete experts, instead of a part of every expert'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l no-enable-expert-parallel -d 'Give each of the --tensor-parallel-size devices complete experts, instead of a part of every expert'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l data-parallel-size -x -d 'Engines behind one server, each with a full copy of the model on its own devices'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l distributed-executor-backend -x -a 'mp ray' -d 'How worker processes are started'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l worker-timeout -x -d 'Seconds after which a step counts as hung'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l config -r -F -d 'Settings file to use instead of ./tk.toml and the user\'s tk.toml'
+complete -c tk -n "__tk_at 'tk bench throughput'" -l help-all -d 'Show every setting and exit'
+complete -c tk -n "__tk_at 'tk bench throughput'" -s h -l help -d 'Show this message and exit'
+
 # tk bench latency
 complete -c tk -n "__tk_at 'tk bench latency'" -a '(__tk_values MODEL)'
 complete -c tk -n "__tk_at 'tk bench latency'" -l temperature -x -d 'Sampling temperature of all requests'
@@ -767,7 +827,7 @@ complete -c tk -n "__tk_at 'tk config'" -a show -d 'Print the current value of e
 complete -c tk -n "__tk_at 'tk config'" -s h -l help -d 'Show this message and exit'
 
 # tk config show
-complete -c tk -n "__tk_at 'tk config show'" -l command -x -a 'serve ps stop logs chat run transcribe bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics' -d 'Only this command, such as serve or \'bench offline\''
+complete -c tk -n "__tk_at 'tk config show'" -l command -x -a 'serve ps stop logs chat run transcribe bench sweep compare offline throughput latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics' -d 'Only this command, such as serve or \'bench offline\''
 complete -c tk -n "__tk_at 'tk config show'" -l origin -d 'Show the origin of each value: flag, variable, file or default'
 complete -c tk -n "__tk_at 'tk config show'" -l config -r -F -d 'Settings file to use instead of ./tk.toml'
 complete -c tk -n "__tk_at 'tk config show'" -l json -d 'Print JSON, with origins'
@@ -827,7 +887,7 @@ complete -c tk -n "__tk_at 'tk verify'" -s h -l help -d 'Show this message and e
 complete -c tk -n "__tk_at 'tk collect-env'" -s h -l help -d 'Show this message and exit'
 
 # tk man
-complete -c tk -n "__tk_at 'tk man'" -a 'serve ps stop logs chat run transcribe bench sweep compare offline latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics'
+complete -c tk -n "__tk_at 'tk man'" -a 'serve ps stop logs chat run transcribe bench sweep compare offline throughput latency prefill top models pull show rm config doctor verify collect-env man completion tk.toml metrics'
 complete -c tk -n "__tk_at 'tk man'" -s h -l help -d 'Show this message and exit'
 
 # tk completion

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -57,6 +58,24 @@ class TestWorkloads:
         assert {len(p) for p in workloads.prefill(1024, 50_257).prompts} == {1000}
         assert {len(p) for p in workloads.prefill(8192, 50_257).prompts} == {2048}
 
+    def test_throughput_has_one_length_and_no_shared_prefix(self):
+        work = workloads.throughput(40_960, 50_257, count=90, wave=30, input_len=100, output_len=7)
+        assert {len(prompt) for prompt in work.prompts} == {100}
+        assert len({tuple(prompt[:2]) for prompt in work.prompts}) == 90
+        assert work.output_lens == [7] * 90
+
+    @pytest.mark.parametrize(("context", "length"), [(512, 200), (1024, 200), (40_960, 1000)])
+    def test_throughput_lengths_default_by_context(self, context, length):
+        work = workloads.throughput(context, 50_257, count=1, wave=1)
+        assert (len(work.prompts[0]), work.output_lens) == (length, [length])
+
+    def test_warm_up_is_the_first_wave(self):
+        work = workloads.throughput(1024, 300, count=5, wave=2)
+        assert work.warm_up.prompts == work.prompts[:2]
+        assert work.warm_up.output_lens == [200] * 2
+        other = workloads.latency(3, 300)
+        assert other.warm_up == other
+
     def test_ids_fit_a_small_vocabulary(self):
         assert max(max(p) for p in workloads.prefill(8192, 300).prompts) == 299
 
@@ -93,6 +112,29 @@ class TestRows:
             row["output_tokens"] / row["seconds"], rel=0.01
         )
 
+    def test_throughput_has_three_waves(self, tk):
+        code, out, err = tk(
+            *("throughput", "--input-len", "6", "--output-len", "5", "--max-num-seqs", "2"),
+            "--json",
+        )
+        assert code == 0, err
+        _, row = map(json.loads, out.splitlines())
+        assert (row["requests"], row["prompt_tokens"], row["output_tokens"]) == (6, 36, 30)
+        assert len(row["all_seconds"]) == 1
+        seconds = row["seconds"]
+        assert row["requests_per_s"] == pytest.approx(6 / seconds, rel=0.01)
+        assert row["total_tokens_per_s"] == pytest.approx(66 / seconds, rel=0.01)
+        # The waves end at about a third, two thirds and all of the time.
+        assert 0 < row["mean_request_s"] < row["p99_request_s"] <= seconds
+
+    def test_throughput_line_has_the_time_of_a_request(self, tk):
+        code, out, err = tk(
+            *("throughput", "--input-len", "6", "--output-len", "5", "--num-prompts", "3")
+        )
+        assert code == 0, err
+        row = out.splitlines()[-1]
+        assert re.search(r"3 requests .* requests/s   request [\d.]+ s mean, [\d.]+ p99 ", row)
+
     def test_latency_has_a_row_for_each_batch_size(self, tk):
         code, out, err = tk(
             *(
@@ -127,6 +169,10 @@ class TestRows:
         ("arguments", "message"),
         [
             (("prefill", "--input-len", "5000"), "sequences of 5001 tokens"),
+            (
+                ("throughput", "--input-len", "60", "--output-len", "5", "--max-model-len", "64"),
+                "sequences of 65 tokens, but the model's context is 64",
+            ),
             (
                 ("latency", "--batch-sizes", "1,x"),
                 "--batch-sizes takes a list such as 1,8,64; got '1,x'",

@@ -41,7 +41,9 @@ SERVERS = [
     line for line in LINES if "tk serve" in line and "--dry-run" not in line and line != "tk serve"
 ]
 """`tk serve` alone is the server that other examples use."""
-ENGINES = [line for line in LINES if re.search("tk (run|bench (offline|latency|prefill))", line)]
+ENGINES = [
+    line for line in LINES if re.search("tk (run|bench (offline|throughput|latency|prefill))", line)
+]
 SPEECH = [line for line in LINES if line.startswith("tk transcribe")]
 OTHERS = [line for line in LINES if line not in SERVERS + ENGINES + SPEECH and line != "tk serve"]
 SHELL = re.compile(r"^(?!tk )|[|&<~]|^tk man")
@@ -53,6 +55,7 @@ SHORT = {
     "TK_OUTPUT_LEN": "8",
     "TK_BATCH_SIZES": "1",
     "TK_NUM_PROMPTS": "4",
+    "TK_NUM_REQUESTS": "2",
 }
 SEARCH = {
     "TK_REQUEST_RATE": "64",

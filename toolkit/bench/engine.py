@@ -1,27 +1,42 @@
-"""`tk bench offline`, `latency` and `prefill`: the engine in this process, without HTTP.
+"""`tk bench offline`, `throughput`, `latency` and `prefill`: the engine in this process, no HTTP.
 
-Each command starts one engine. Each workload runs once to warm up and then `repeats` times. A row
-reports the fastest run and lists the times of all."""
+Each command starts one engine. Each workload, or the first requests of it, runs once to warm up;
+then all of it runs `repeats` times. A row reports the fastest run and lists the times of all."""
 
 import gc
 import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 
 from toolkit.bench import workloads
 from toolkit.bench.report.files import check_writable
 from toolkit.bench.workloads import Workload
 from toolkit.config import EngineConfig
-from toolkit.config.bench import EngineBenchConfig, LatencyConfig, OfflineConfig, PrefillConfig
+from toolkit.config.bench import (
+    EngineBenchConfig,
+    LatencyConfig,
+    OfflineConfig,
+    PrefillConfig,
+    ThroughputConfig,
+)
 from toolkit.engine.llm import LLM
 from toolkit.errors import ConfigError
 from toolkit.sampling.params import SamplingParams
 
 Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    """A run of a workload. Times in seconds from the submission of its requests."""
+
+    seconds: float
+    output_tokens: int
+    request_seconds: list[float]  # until each request ended
 
 
 def run_offline(engine: EngineConfig, config: OfflineConfig) -> None:
@@ -35,6 +50,25 @@ def run_offline(engine: EngineConfig, config: OfflineConfig) -> None:
                 count=config.num_prompts,
                 shortest=config.min_len,
                 longest=config.max_len,
+            )
+        ]
+
+    _run(engine, config, build_workloads)
+
+
+def run_throughput(engine: EngineConfig, config: ThroughputConfig) -> None:
+    """Measure tokens and requests per second of many requests of one length."""
+    wave = engine.scheduler.max_num_seqs * engine.parallel.data_parallel_size
+
+    def build_workloads(context: int, vocab_size: int) -> list[Workload]:
+        return [
+            workloads.throughput(
+                context,
+                vocab_size,
+                count=config.num_requests or 3 * wave,
+                wave=wave,
+                input_len=config.input_len,
+                output_len=config.output_len,
             )
         ]
 
@@ -156,10 +190,10 @@ class EngineBench:
             )
 
     def measure(self, work: Workload) -> Row:
-        """Run the workload once to warm up and `repeats` times, and return its row."""
-        self._time(work)
+        """Run the workload's warm-up, then all of it `repeats` times, and return its row."""
+        self._time(work.warm_up)
         runs = [self._time(work) for _ in range(self.config.repeats)]
-        seconds, output_tokens = min(runs)
+        seconds, output_tokens, request_seconds = min(runs)
         row = {
             "bench": work.name,
             **self._setup,
@@ -167,10 +201,14 @@ class EngineBench:
             "prompt_tokens": work.num_prompt_tokens,
             "output_tokens": output_tokens,
             "seconds": round(seconds, 4),
-            "all_seconds": [round(one, 4) for one, _ in runs],
+            "all_seconds": [round(run.seconds, 4) for run in runs],
             "output_tokens_per_s": round(output_tokens / seconds, 1),
             "total_tokens_per_s": round((work.num_prompt_tokens + output_tokens) / seconds, 1),
         }
+        if work.name == "throughput":
+            row["requests_per_s"] = round(len(work.prompts) / seconds, 2)
+            row["mean_request_s"] = round(float(np.mean(request_seconds)), 4)
+            row["p99_request_s"] = round(float(np.percentile(request_seconds, 99)), 4)
         if work.name == "latency":
             row["ms_per_token"] = round(seconds / max(work.output_lens) * 1e3, 4)
         if work.name == "prefill":
@@ -182,23 +220,25 @@ class EngineBench:
         from toolkit.bench.profile import ProfiledLLM, profile_window
 
         assert isinstance(self.llm, ProfiledLLM)
-        seconds, _ = self._time(work)
+        seconds = self._time(work).seconds
         row = profile_window(self.llm, lambda: self._time(work), seconds, path)
         return {"bench": "profile", **self._setup, "work": work.name, **row}
 
-    def _time(self, work: Workload) -> tuple[float, int]:
-        """Run once. Return (seconds, output tokens)."""
+    def _time(self, work: Workload) -> Run:
         params = [
             SamplingParams(temperature=self.config.temperature, max_tokens=n, ignore_eos=True)
             for n in work.output_lens
         ]
         gc.collect()
-        start = time.perf_counter()
+        start = time.monotonic()
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in work.prompts], params, use_tqdm=False
         )
-        seconds = time.perf_counter() - start
-        return seconds, sum(len(one.outputs[0].token_ids) for one in outputs)
+        return Run(
+            time.monotonic() - start,
+            sum(len(one.outputs[0].token_ids) for one in outputs),
+            [one.finished_at - start for one in outputs],
+        )
 
 
 def _print_json(row: Row) -> None:
@@ -214,12 +254,12 @@ def _startup_line(row: Row) -> str:
     return (
         f"{row['model']}  {row['dtype']}  {row['device']}  {row['attention_backend']} attention  "
         f"tk {row['tk']}  torch {row['torch']}\n"
-        f"{'start-up':<9} {row['seconds']:9.3f} s   ({phases})"
+        f"{'start-up':<10} {row['seconds']:9.3f} s   ({phases})"
     )
 
 
 def _work_line(row: Row) -> str:
-    parts = [f"{row['bench']:<9} {row['seconds']:9.3f} s   {row['requests']:>4} requests"]
+    parts = [f"{row['bench']:<10} {row['seconds']:9.3f} s   {row['requests']:>4} requests"]
     if row["bench"] == "prefill":
         parts.append(f"{row['prompt_tokens_per_s']:>11,.0f} prompt tok/s")
     else:
@@ -228,6 +268,9 @@ def _work_line(row: Row) -> str:
         parts.append(f"{row['ms_per_token']:.3f} ms/token")
     else:
         parts.append(f"{row['total_tokens_per_s']:,.0f} total tok/s")
+    if row["bench"] == "throughput":
+        parts.append(f"{row['requests_per_s']:,.2f} requests/s")
+        parts.append(f"request {row['mean_request_s']:.3f} s mean, {row['p99_request_s']:.3f} p99")
     return "   ".join([*parts, f"(runs: {_join(row['all_seconds'])} s)"])
 
 
@@ -237,7 +280,7 @@ def _profile_line(row: Row) -> str:
         for one in row["kernels"]
     )
     return (
-        f"{'profile':<9} GPU busy {row['gpu_busy']:.1%} of {row['window_s'] * 1e3:.0f} ms "
+        f"{'profile':<10} GPU busy {row['gpu_busy']:.1%} of {row['window_s'] * 1e3:.0f} ms "
         f"({row['steps']} steps); trace in {row['trace']}{kernels}"
     )
 

@@ -1,7 +1,7 @@
 """Workloads of the engine benchmarks. They depend only on a model's context and vocabulary."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHORT_CONTEXT = 1024  # models with a context up to this many tokens get shorter prompts and answers
 
@@ -15,6 +15,13 @@ class Workload:
     name: str
     prompts: list[list[int]]
     output_lens: list[int]
+    num_warm_up: int | None = None  # requests that run to warm up; None: all
+
+    @property
+    def warm_up(self) -> "Workload":
+        """The first requests, which run before the measurement."""
+        first = slice(self.num_warm_up)
+        return replace(self, prompts=self.prompts[first], output_lens=self.output_lens[first])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -44,6 +51,24 @@ def offline(
     rng = random.Random(0)
     prompts = [_ids(rng, rng.randint(low, high), vocab_size) for _ in range(count)]
     return Workload("offline", prompts, [rng.randint(low, high) for _ in range(count)])
+
+
+def throughput(
+    context: int,
+    vocab_size: int,
+    *,
+    count: int,
+    wave: int,
+    input_len: int | None = None,
+    output_len: int | None = None,
+) -> Workload:
+    """Return prompts and answers of 1000 tokens each, 200 in a short context.
+
+    `wave`: requests that run at once."""
+    usual = 200 if context <= SHORT_CONTEXT else 1000
+    rng = random.Random(3)
+    prompts = [_ids(rng, input_len or usual, vocab_size) for _ in range(count)]
+    return Workload("throughput", prompts, [output_len or usual] * count, num_warm_up=wave)
 
 
 def latency(

@@ -14,7 +14,6 @@ from typer.core import TyperCommand, TyperGroup
 from toolkit.cli.names import ALIASES, SUBJECTS
 from toolkit.cli.vllm import translate
 from toolkit.config.fields import Option
-from toolkit.config.vllm import COMMANDS
 from toolkit.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -197,9 +196,6 @@ class CommandGroup(_HelpMixin, TyperGroup):
         if name not in self.commands and not name.startswith("-"):
             listed = ", ".join(self.commands)
             hint = did_you_mean(name, self.commands) or f" Commands: {listed}."
-            of_vllm = f"{ctx.command_path} {name}".partition(" ")[2]
-            if of_vllm in COMMANDS:
-                hint = f" 'tk {COMMANDS[of_vllm]}' measures that; its flags differ."
             raise ConfigError(
                 f"Unknown command {name!r} of '{ctx.command_path}'.{hint}", param=name
             )

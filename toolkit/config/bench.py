@@ -1,4 +1,4 @@
-"""Settings of `tk bench offline`, `latency` and `prefill`, which need no server."""
+"""Settings of `tk bench offline`, `throughput`, `latency` and `prefill`, without a server."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class BenchCacheConfig(CacheConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBenchConfig:
-    """Settings common to the three commands."""
+    """Settings common to the four commands."""
 
     temperature: float = option(
         0.6,
@@ -54,6 +54,35 @@ class OfflineConfig(EngineBenchConfig):
         None,
         "Longest prompt and answer in tokens. Default: 1024; 512 if the context is at most 1024.",
         minimum=1,
+        common=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputConfig(EngineBenchConfig):
+    """Settings of `tk bench throughput`: many requests of one length at once."""
+
+    repeats: int = option(
+        1, "Measured runs after a warm-up; the best is reported.", minimum=1, common=True
+    )
+    input_len: int | None = option(
+        None,
+        "Prompt length in tokens. Default: 1000; 200 if the context is at most 1024.",
+        minimum=1,
+        common=True,
+    )
+    output_len: int | None = option(
+        None,
+        "Output length in tokens. Default: 1000; 200 if the context is at most 1024.",
+        minimum=1,
+        common=True,
+    )
+    num_requests: int | None = option(
+        None,
+        "Requests, all submitted at once. Default: three times as many as run at once "
+        "(--max-num-seqs of each engine).",
+        minimum=1,
+        aliases=("--num-prompts",),
         common=True,
     )
 

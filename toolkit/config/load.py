@@ -88,7 +88,6 @@ class BenchConfig:
         None,
         "Seconds to send for. Requests still running at the end are waited for.",
         minimum=0.0,
-        common=True,
     )
     max_concurrency: int | None = option(
         None,

@@ -61,9 +61,6 @@ class Refusal:
 Outcome = Use | Variable | Note | Refusal
 Table = tuple[tuple[Outcome, str], ...]
 
-COMMANDS = {"bench throughput": "bench offline"}
-"""Commands of vLLM that have another name, and other flags, in tk."""
-
 DEFAULTS = {"host": "127.0.0.1", "port": "8000"}
 """Values of flags that `{host}` and `{port}` stand for, if they are not given."""
 

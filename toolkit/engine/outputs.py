@@ -169,6 +169,8 @@ class RequestOutput:
     prompt_logprobs: LogprobList[PositionLogprobs | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+    finished_at: float = field(default=0.0, compare=False)
+    """Time of the last token on the monotonic clock. 0 until then."""
 
 
 @dataclass(slots=True)

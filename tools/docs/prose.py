@@ -281,6 +281,20 @@ PROSE = {
         environment=HUB,
         see_also=ENGINE,
     ),
+    "tk-bench-throughput": Prose(
+        examples=(
+            (
+                "Prompts and answers of 128 tokens, at most 64 of them at once:",
+                "tk bench throughput gpt2 --input-len 128 --output-len 128 --max-num-seqs 64",
+            ),
+            (
+                "With random weights; only config.json is read:",
+                "tk bench throughput ./model --load-format dummy",
+            ),
+        ),
+        environment=HUB,
+        see_also=ENGINE,
+    ),
     "tk-bench-latency": Prose(
         examples=(
             ("Batches of one and of eight requests:", "tk bench latency gpt2 --batch-sizes 1,8"),

@@ -30,8 +30,8 @@ tk serve gpt2 -tp 1 --dtype half --max_model_len 1k --enable-auto-tool-choice -O
 - Variables are tk's: each flag is one, as `TK_MAX_MODEL_LEN`. `TK_API_KEY` is the key of the
   server and of its clients, where vLLM has `VLLM_API_KEY` and `OPENAI_API_KEY`. A server without a
   key refuses to start if `VLLM_API_KEY` is set.
-- `vllm bench throughput` is `tk bench offline`, where `--min-len` and `--max-len` set the lengths,
-  and `vllm bench sweep serve` is `tk bench sweep`.
+- `tk bench throughput` takes `--input-len`, `--output-len` and `--num-prompts`, and no data sets;
+  `vllm bench sweep serve` is `tk bench sweep`.
 - In requests, `structured_outputs` replaces `guided_json`, `guided_regex`, `guided_choice` and
   `guided_grammar`, which are a 400 that says so.
 - `--metrics-prefix vllm` gives metrics the names that dashboards for vLLM read.

@@ -8,7 +8,13 @@ import typer
 from toolkit.cli.command import command, command_with_subcommands
 from toolkit.cli.root import app
 from toolkit.config import DeviceConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from toolkit.config.bench import BenchCacheConfig, LatencyConfig, OfflineConfig, PrefillConfig
+from toolkit.config.bench import (
+    BenchCacheConfig,
+    LatencyConfig,
+    OfflineConfig,
+    PrefillConfig,
+    ThroughputConfig,
+)
 from toolkit.config.clients import DEFAULT_URL
 from toolkit.config.load import BenchConfig, CompareConfig, SweepConfig
 
@@ -96,6 +102,30 @@ def offline(
     from toolkit.bench.engine import run_offline
 
     run_offline(
+        EngineConfig(
+            model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
+        ),
+        config,
+    )
+
+
+@command(bench, "throughput", ThroughputConfig, *ENGINE)
+def throughput(
+    config: ThroughputConfig,
+    model: ModelConfig,
+    device: DeviceConfig,
+    cache: BenchCacheConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+) -> None:
+    """Measure the engine's throughput on requests of one length.
+
+    All requests are submitted at once, and answers always have their full length. The first
+    requests, as many as run at once, also run before the measurement, to warm up. A request's time
+    counts from the submission of all."""
+    from toolkit.bench.engine import run_throughput
+
+    run_throughput(
         EngineConfig(
             model=model, device=device, cache=cache, scheduler=scheduler, parallel=parallel
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -387,6 +388,8 @@ class OutputCollector:
         if delta.finish_reason is not None:
             one.finish_reason, one.stop_reason = delta.finish_reason, delta.stop_reason
             self.output.finished = all(o.finished for o in self.states)
+            if self.output.finished:
+                self.output.finished_at = time.monotonic()
         self.output.num_cached_tokens = delta.num_cached_tokens
 
 
