@@ -72,9 +72,7 @@ def profile_window(
     The part is in the middle of a long run, or all of a short one. Returns the window's length, the
     fraction of it in which a kernel ran, and the kernels that took longest. Raises EngineError if
     nothing was recorded."""
-    with profile(activities=[ProfilerActivity.CUDA]):  # the first use takes a second
-        torch.zeros(1, device="cuda")
-        torch.cuda.synchronize()
+    start_profiler()
     window = _ProfileWindow(0.4 * seconds if seconds > 2 * WINDOW else 0.0)
     llm.before_step = window.before_step
     try:
@@ -84,7 +82,21 @@ def profile_window(
         window.close()
     if not window.is_closed:
         raise EngineError("The run ended before the profiler started. Use a longer workload.")
-    window.profiler.export_chrome_trace(str(path))
+    return {"trace": str(path), "steps": window.steps, **summarize(window.profiler, path)}
+
+
+def start_profiler() -> None:
+    """Use the profiler for the first time, which takes a second."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+
+
+def summarize(profiler: profile, path: Path) -> dict[str, Any]:
+    """Write the trace of a profile to `path`, and return the fraction of busy time and the kernels.
+
+    Raises EngineError if nothing was recorded."""
+    profiler.export_chrome_trace(str(path))
     events = [
         e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in GPU_CATEGORIES
     ]
@@ -95,9 +107,7 @@ def profile_window(
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events]
     length = max(end for _, end in spans) - min(start for start, _ in spans)
     return {
-        "trace": str(path),
         "window_s": round(length / 1e6, 6),
-        "steps": window.steps,
         "gpu_busy": round(union_length(spans) / length, 4),
         "kernels": longest_kernels(events, length),
     }
