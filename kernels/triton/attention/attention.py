@@ -32,6 +32,10 @@ MAX_SPLITS = 64
 SHORT_WINDOW = 2**16  # bytes of a KV head's keys and values in a window: gpt-oss has 2**15
 LONG_CONTEXT = 8192
 """Tokens from which one query takes longer than the step's prompts, unless its keys are split."""
+MANY_REQUESTS = 64
+"""Requests of a step with prompts from which those with one query have a launch of their own.
+
+A tile of a prompt's rows computes for one query as long as for all of its rows."""
 MAX_DECODE_ROWS = 128
 """Rows of a decode tile with several queries."""
 MAX_DECODE_BYTES = 32 << 10
@@ -104,6 +108,9 @@ def paged_attention(
         decode(batch, logits, splits, queries=max_query_len)
     elif batch.num_reqs > 1 and _multiple(batch) > 1 and max_seq_len > LONG_CONTEXT:
         decode(batch, logits, max(2, splits))
+        prefill(batch, logits, singles=False)
+    elif batch.num_reqs >= MANY_REQUESTS:
+        decode(batch, logits, splits)
         prefill(batch, logits, singles=False)
     else:
         prefill(batch, logits, singles=True)
@@ -510,13 +517,16 @@ def _fits_decode(batch: Batch, queries: int) -> bool:
 def _decode_tile(batch: Batch, queries: int) -> Tile:
     """Return the fastest tile for one query on an H200. See `--tune` of `tools.bench.kernels`.
 
-    Of a tile of 128 rows, four warps spill registers on Hopper, and eight do not."""
+    Of a tile of 128 rows, four warps spill registers on Hopper, and eight do not. Keys in FP8 are
+    converted first: more programs of one warp hide it, where there are more."""
     rows = max(16, power_of_two(queries * batch.group))
     row_bytes = batch.head_pad * batch.k_cache.element_size()
     keys = min(64, max(16, 8192 // row_bytes))
     if batch.head_pad > 256:  # by what fits registers and 99 KB, not by time
         is_wide = rows > 16 or row_bytes > 1024
         return Tile(rows, keys, warps=8 if is_wide else 4, stages=2 if row_bytes > 1024 else 3)
+    if rows == 16 and row_bytes == 128 and batch.programs_per_multiprocessor > MAX_RESIDENT:
+        return Tile(rows, keys=32, warps=1, stages=3)
     warps = 2 if rows == 16 else 8 if rows > 64 and queries > 1 else 4
     return Tile(rows, keys, warps, stages=3 if row_bytes <= 256 else 4)
 

@@ -452,6 +452,32 @@ def test_long_context_bounds_split_single_queries(triton_attention, device, monk
     assert_close(out, reference.paged_attention(*inputs.arguments, **case.options))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 9, "sinks": True}, {"cached": FP8, "head_size": 128}], ids=str
+)
+def test_single_queries_of_many_requests_run_apart(triton_attention, device, monkeypatch, options):
+    """Next to prompts, and to requests that pad a captured step."""
+    monkeypatch.setattr(triton_attention, "MANY_REQUESTS", 4)
+    calls = []
+    for name in ("decode", "prefill"):
+        kernel = getattr(triton_attention, name)
+        monkeypatch.setattr(
+            triton_attention,
+            name,
+            lambda *given, _name=name, _kernel=kernel, **more: (
+                calls.append(_name),
+                _kernel(*given, **more),
+            ),
+        )
+    lens = ((1, 40), (6, 21), (1, 1), (0, 0), (19, 19), (1, 33), (0, 0))
+    case = replace(Case(lens, dtype=torch.bfloat16, **options), device=device)
+    inputs = make(case)
+    out = torch.full(inputs.q.shape, NAN, device=device, dtype=inputs.q.dtype)
+    triton_attention.paged_attention(*inputs.arguments, **case.bounds, **case.options, out=out)
+    assert_close(out, reference.paged_attention(*inputs.arguments, **case.options))
+    assert calls == ["decode", "prefill"]
+
+
 @pytest.mark.parametrize("lens", [((1, 40), (1, 17), (1, 3)), ((5, 33), (1, 50), (20, 20))])
 def test_rows_index_a_larger_block_table(triton_attention, device, lens):
     inputs = make(Case(lens, device=device))
