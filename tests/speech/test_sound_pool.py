@@ -133,3 +133,28 @@ def test_pools_of_several_processes_share_a_zygote(start: Callable[..., SoundPoo
         one.close()
     server.close()
     assert living(zygotes) == []
+
+
+def test_files_that_need_no_decoding_need_no_process():
+    """In a pool that was never started. What is refused, or damaged, is left to a worker."""
+    idle = SoundPool(SoundLimits(max_seconds=2, bytes_in_flight=100_000))
+    plain = written(tone(1.5, 16_000), 16_000)
+    piped = plain[:40] + b"\xff\xff\xff\xff" + plain[44:] + b"\0"
+    for file in (plain, piped, plain[:-2001]):
+        found = idle.decode(file)
+        assert found.done()
+        np.testing.assert_array_equal(found.result(), decode(file, 10.0))
+        del found
+    held = [idle.decode(plain) for _ in range(3)]
+    assert [type(one.exception()) for one in held] == [type(None)] * 2 + [ServerUnavailableError]
+    others = (
+        written(tone(3.0, 16_000), 16_000),
+        written(np.stack([tone(0.1, 16_000)] * 2, axis=1), 16_000),
+        written(tone(0.1, 16_000), 16_000, subtype="FLOAT"),
+        FILE,
+        plain[:44],
+        plain[:30],
+        b"",
+    )
+    assert not any(idle.decode(file).done() for file in others)
+    idle.close()

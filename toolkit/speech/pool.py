@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from toolkit.errors import InvalidParamError, ServerUnavailableError
 from toolkit.files import failure, open_file
+from toolkit.speech.clip import SAMPLE_RATE
 from toolkit.speech.messages import Done, Job, SoundLimits
+from toolkit.speech.wave_file import plain_samples
 from toolkit.zygote.messages import Start
 from toolkit.zygote.pool import WorkerPool
 from toolkit.zygote.tasks import Task
@@ -58,10 +60,29 @@ class SoundPool:
         """Return the samples of a file at 16 kHz, its channels mixed: [n], n > 0.
 
         `source`: the bytes of a file, or its path. The future's errors: InvalidRequestError about
-        `param`, ServerUnavailableError beyond `bytes_in_flight` too, and EngineError."""
+        `param`, ServerUnavailableError beyond `bytes_in_flight` too, and EngineError.
+
+        Files that need no decoding do not go through a process."""
+        if isinstance(source, bytes) and (plain := self._plain(source)) is not None:
+            return plain
         task = _SoundTask(source, param, self._limits, self._held)
         self._pool.put(_FILES, task)
         return task.future
+
+    def _plain(self, data: bytes) -> Future[Samples] | None:
+        """Return the samples of a WAV file that has them as they are wanted; None for others."""
+        samples = plain_samples(data, SAMPLE_RATE)
+        limits = self._limits
+        if samples is None or not 0 < samples.nbytes <= limits.max_samples_bytes:
+            return None
+        if len(data) > limits.max_bytes:
+            return None
+        done: Future[Samples] = Future()
+        try:
+            done.set_result(self._held.hold(samples))
+        except ServerUnavailableError as error:
+            done.set_exception(error)
+        return done
 
     def close(self) -> None:
         """End all processes of the pool. Files that are not decoded get an error."""

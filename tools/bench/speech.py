@@ -1,28 +1,23 @@
 """Clips of 30 s: `python -m tools.bench.speech FOLDER`, such as `models/whisper-large-v3`.
 
 Each clip is new noise, and each answer has 100 tokens. Prints seconds of sound per second for 256
-clips at once, and for the same again; for one clip alone, and the time to its first token. With
-`--http`, for 256 WAV files at once over HTTP."""
+clips at once, and for the same again; for one clip alone, and the time to its first token.
+
+Over HTTP: `tk bench --endpoint transcriptions`."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import io
 import time
-import wave
 from typing import Any
 
-import httpx
 import numpy as np
 import numpy.typing as npt
 
 from toolkit.engine.llm import LLM
 from toolkit.sampling.params import SamplingParams
-from tools.bench.server_process import run_server
 
 MANY, SECONDS, RATE, LENGTH = 256, 30, 16_000, 100
-BOUNDARY = "bench"
 _random = np.random.default_rng()
 
 
@@ -30,14 +25,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--clips", type=int, default=MANY)
-    parser.add_argument("--http", action="store_true")
     asked = parser.parse_args()
-    if not asked.http:
-        measure(asked.model, asked.clips)
-        return
-    arguments = [asked.model, "--load-format", "dummy", "--max-num-seqs", str(asked.clips)]
-    with run_server(arguments) as server:
-        asyncio.run(measure_http(str(server.client.base_url), asked.clips))
+    measure(asked.model, asked.clips)
 
 
 def measure(model: str, num_clips: int) -> None:
@@ -55,36 +44,6 @@ def measure(model: str, num_clips: int) -> None:
         whole = num_clips * SECONDS
         print(f"{num_clips} at once: {whole / cold:.0f} times real time; again {whole / again:.0f}")
     llm.shutdown()
-
-
-async def measure_http(url: str, num_clips: int) -> None:
-    limits = httpx.Limits(max_connections=num_clips)
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False) as http:
-        await transcribe(http, form())
-        for _ in range(3):
-            forms = [form() for _ in range(num_clips)]
-            start = time.perf_counter()
-            await asyncio.gather(*(transcribe(http, one) for one in forms))
-            rate = num_clips * SECONDS / (time.perf_counter() - start)
-            print(f"{num_clips} files at once over HTTP: {rate:.0f} times real time")
-
-
-async def transcribe(http: httpx.AsyncClient, body: bytes) -> None:
-    kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
-    answer = await http.post("/v1/audio/transcriptions", content=body, headers=kind)
-    answer.raise_for_status()
-
-
-def form() -> bytes:
-    """Return a form with a new WAV file."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setparams((1, 2, RATE, 0, "NONE", ""))
-        sound.writeframes(noise().tobytes())
-    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="'
-    length = f'{head}max_completion_tokens"\r\n\r\n{LENGTH}\r\n'
-    named = f'{head}file"; filename="a.wav"\r\n\r\n'
-    return f"{length}{named}".encode() + file.getvalue() + f"\r\n--{BOUNDARY}--\r\n".encode()
 
 
 def noise() -> npt.NDArray[np.int16]:
