@@ -240,11 +240,11 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler",
-        "windows-before-anchors-are-reused-first",
+        "clips-that-lost-pages-are-found",
         "toolkit/scheduler/blocks/block_tables.py",
-        "        if index * tokens >= max(request.anchors):\n",
-        "        if request.anchors:\n",
-        ("tests/scheduler/test_groups.py",),
+        "any(len(cached.tables[g]) < self._num_pages(g) for g in self._features)",
+        "any(not cached.tables[g] for g in self._features)",
+        ("tests/scheduler/test_scheduler.py",),
     ),
     Mutation(
         "scheduler",

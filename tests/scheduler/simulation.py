@@ -6,7 +6,8 @@ against all earlier positions of their row that their group reads. A block that 
 stale, freed, or swapped to the wrong place is detected at the first token that would read it. Two
 layers have slots of different shapes. A row may also have a state, the id of all tokens that it has
 read: steps read it in one slot and write it in one; it is swapped with the row's blocks. Features
-are ids, too: a prompt's token of one reads it in the pages that an earlier step has loaded.
+are ids, too: a prompt's token of one reads it in the pages that an earlier step has loaded. If a
+group has a feature, all tokens read it in slots with its digest and the number of the slot.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from toolkit.scheduler import (
     rows,
 )
 from toolkit.scheduler.blocks.block_tables import held_pages
-from toolkit.scheduler.output import PlaceAdapter
+from toolkit.scheduler.output import Encode, PlaceAdapter
 from toolkit.scheduler.request import HOLE
 from toolkit.sequence import Adapter, Feature, SequenceSpec
 
@@ -107,6 +108,7 @@ class Device:
     def __init__(self, plan: Plan) -> None:
         self.block_size, self.max_loras = plan.block_size, plan.max_loras
         self.groups = plan.groups
+        self.feature_group = next((g for g, one in enumerate(self.groups) if one.feature), None)
         self.page_tokens = [plan.block_size * group.blocks_per_page for group in plan.groups]
         self.columns = first_columns(plan.groups, plan.block_size, MAX_MODEL_LEN)
         self.most_drafts = plan.most_drafts
@@ -133,10 +135,14 @@ class Device:
     def execute(self, step: SchedulerOutput, *, fails: bool = False) -> ModelOutput:
         self.is_broken |= fails
         encoded = set[bytes]()
+        clips = []
         for load in step.loads:
             if isinstance(load, PlaceAdapter):
                 assert 1 <= load.slot <= self.max_loras
                 self.adapters[load.slot] = load.key
+                continue
+            if self.feature_group is not None:
+                clips.append(load)
                 continue
             encoded.add(load.digest)
             self.places[load.digest] = load.pages
@@ -148,6 +154,8 @@ class Device:
                 host[host_block] = cache[block]
             for host_block, block in step.swap_in:
                 cache[block] = host[host_block]
+        for load in clips:
+            self._write_feature(load)
         if self.states is not None:
             for slot, host_slot in step.state_swap_out:
                 self.host_states[host_slot] = self.states.get(slot, NO_STATE)
@@ -276,6 +284,9 @@ class Device:
     def _check_read(self, row: Row, start: int, end: int, prefixes: list[int]) -> None:
         """Check all tokens that those at positions from start to `end` read."""
         for g, (group, tokens) in enumerate(zip(self.groups, self.page_tokens, strict=True)):
+            if group.feature:
+                self._check_feature(row)
+                continue
             for position in range(group.first_key(start), end):
                 page = row.blocks[g][position // tokens]
                 assert page != HOLE, "a row reads a page that it has freed"
@@ -288,8 +299,40 @@ class Device:
         """Return what a slot of a group has."""
         return prefix * len(self.groups) + g
 
+    def _write_feature(self, load: Encode) -> None:
+        """Write a feature's slots into pages of the pool."""
+        g = self.feature_group
+        assert g is not None
+        tokens, count = self.page_tokens[g], self.groups[g].feature
+        assert len(load.pages) == -(-count // tokens), "a feature has all of its pages"
+        for number in range(count):
+            mark = GARBAGE if self.is_broken else self._feature_mark(load.digest, number)
+            for layer in self.layers:
+                layer[load.pages[number // tokens], number % tokens] = mark
+
+    def _check_feature(self, row: Row) -> None:
+        """Check all of the feature that a row's tokens read."""
+        g = self.feature_group
+        assert g is not None
+        [feature], tokens = row.features, self.page_tokens[g]
+        for number in range(self.groups[g].feature):
+            page, right = (
+                row.blocks[g][number // tokens],
+                self._feature_mark(feature.digest, number),
+            )
+            assert all((layer[page, number % tokens] == right).all() for layer in self.layers), (
+                "a row reads another request's feature, or one that is not computed"
+            )
+
+    def _feature_mark(self, digest: bytes, number: int) -> int:
+        """Return what a slot of a feature has."""
+        name = self.prefix_ids.setdefault(("feature", (number, digest)), len(self.prefix_ids) + 1)
+        return self._mark(self.feature_group or 0, name)
+
     def _write(self, row: Row, position: int, prefix: int) -> None:
         for g, tokens in enumerate(self.page_tokens):
+            if g == self.feature_group:
+                continue
             page = row.blocks[g][position // tokens]
             assert page != HOLE, "a row writes to a page that it has freed"
             for layer in self.layers:
@@ -316,7 +359,8 @@ class Device:
 
     def _prefixes(self, row: Row, tokens: list[int]) -> list[int]:
         """Return the id of the token prefix at each position, which depends on the adapter."""
-        names, name = [], self.adapters[row.adapter]
+        clips = [one.digest.hex() for one in row.features if not one.runs]
+        names, name = [], "\0".join([self.adapters[row.adapter], *clips])
         seen = {
             position: feature.digest
             for feature in row.features
@@ -348,6 +392,7 @@ class Plan:
     num_feature_pages: int = 4
     rows_per_page: int = 2
     most_encoded: int = 4
+    bytes_delay: int = 0  # turns from a request for a feature's bytes to their arrival
     most_drafts: int = 0
     num_state_slots: int = 0
     num_host_slots: int = 0  # with states
@@ -375,6 +420,27 @@ class Plan:
             for r in group
         ]
         printer.text("\n".join([str(settings), *lines]))
+
+
+class Bytes:
+    """Bytes of features: they come when they are asked for, and go when a step has used them."""
+
+    def __init__(self, delay: int) -> None:
+        self.turn, self._delay = 0, delay
+        self._arrivals: dict[bytes, int] = {}  # turns, by digest
+
+    @property
+    def are_coming(self) -> bool:
+        """True if some were asked for, and are not here."""
+        return any(turn > self.turn for turn in self._arrivals.values())
+
+    def has(self, request: Request, feature: Feature) -> bool:
+        return self._arrivals.setdefault(feature.digest, self.turn + self._delay) <= self.turn
+
+    def drop(self, step: SchedulerOutput) -> None:
+        for load in step.loads:
+            if isinstance(load, Encode):
+                self._arrivals.pop(load.digest, None)
 
 
 @dataclass
@@ -436,7 +502,8 @@ def make_scheduler(plan: Plan) -> Scheduler:
 def run(plan: Plan) -> Outcome:
     """Run a plan to its end like the engine's loop. Checks all invariants at every step."""
     scheduler = make_scheduler(plan)
-    device, outcome = Device(plan), Outcome(scheduler)
+    device, outcome, contents = Device(plan), Outcome(scheduler), Bytes(plan.bytes_delay)
+    scheduler.needs.has_bytes = contents.has
     steps: deque[tuple[SchedulerOutput, ModelOutput | str]] = deque()
     requests = plan.requests
     for number, request in enumerate(requests):
@@ -450,6 +517,7 @@ def run(plan: Plan) -> Outcome:
     turn = -1
     while arrivals or scheduler.num_unfinished or steps:
         turn += 1
+        contents.turn = turn
         assert turn < limit, f"not finished after {turn} turns: {list(scheduler.requests)}"
         while arrivals and arrivals[0][0] <= turn:
             for request in arrivals.pop(0)[1]:
@@ -492,7 +560,9 @@ def run(plan: Plan) -> Outcome:
             )
         check_ownership(scheduler)
         if not steps:
-            assert arrivals or not scheduler.num_unfinished, "a request waits while nothing runs"
+            assert arrivals or not scheduler.num_unfinished or contents.are_coming, (
+                "a request waits while nothing runs"
+            )
             if not scheduler.num_unfinished:
                 turn = next((event for event in events if event > turn), turn + 1) - 1
             continue
@@ -503,6 +573,7 @@ def run(plan: Plan) -> Outcome:
             device.rows.clear()
             scheduler.recover(step, out_of_memory=result == "memory")
         else:
+            contents.drop(step)
             outcome.add(scheduler.update(step, result))
             for request in list(without_token):
                 if request.num_known_tokens > request.num_prompt_tokens:
