@@ -17,6 +17,13 @@ from toolkit.speech.wave_file import SoundError
 HOUR = 3600.0
 
 
+def with_rate(rate: int) -> bytes:
+    """Return a WAV file with this rate in its header."""
+    file = bytearray(written(tone(0.1, 16_000), 16_000))
+    struct.pack_into("<I", file, 24, rate)
+    return bytes(file)
+
+
 def difference(found: np.ndarray) -> float:
     """Return the largest difference from a tone of any delay, in parts of full scale."""
     middle = found[3000:12_000] / FULL
@@ -126,6 +133,7 @@ def test_chunks_before_the_samples_are_skipped():
         (b"RIFF\0\0\0\0WAVE", "is a WAV file that is truncated or damaged: it has no format"),
         (written(tone(0, 16_000), 16_000), r"is a sound file (WAV) without sound"),
         (written(tone(0.1, 500), 500), "has 500 samples per second"),
+        (with_rate(0), "has 0 samples per second"),
         (written(tone(0.1, 8000), 8000, "WAV", "IMA_ADPCM"), "format 0x11 with 4 bits"),
         (b"RIFF\0\0\0\0WAVE" + b"junk\0\0\0\0" * 2000, "it has no format"),
         (b"fLaC" + bytes(100), r"is a file (FLAC) that is truncated or damaged"),

@@ -92,7 +92,7 @@ class _Samples:
 
     def __init__(self, max_seconds: float) -> None:
         self._max_seconds = max_seconds
-        self._rate = 0
+        self._rate: int | None = None
         self._resampler = Resampler(SAMPLE_RATE)
         self._data = bytearray()
 
