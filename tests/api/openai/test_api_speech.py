@@ -118,7 +118,22 @@ def test_streams_of_long_sound_have_the_same_text(server, audio):
     until(server.is_idle)
 
 
-def test_text_prompts_are_refused(server):
-    reply = server.http.post("/v1/completions", json={"prompt": "Hi"})
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/api/chat", {"model": "whisper", "messages": MESSAGES}),
+        ("/v1/embeddings", {"input": "Hi"}),
+        ("/rerank", {"query": "Hi", "documents": ["Hi"]}),
+    ],
+)
+def test_text_prompts_are_refused(server, path, body):
+    reply = server.http.post(path, json=body)
     assert reply.status_code == 400
-    assert "/v1/audio/transcriptions" in reply.json()["error"]["message"]
+    assert "transcribes sound" in reply.text
+    assert "/v1/audio/transcriptions" in reply.text

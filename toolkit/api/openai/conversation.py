@@ -105,6 +105,7 @@ async def start_answer(
 
     Raises InvalidRequestError, and ServerUnavailableError for too many bytes of pictures."""
     target.engine.inputs.require_generation()
+    target.engine.inputs.require_text("messages")
     token_ids = await _encode_conversation(target, asked, request)
     tokenizer = target.engine.tokenizer
     assert tokenizer is not None, "without a tokenizer there is no chat prompt"

@@ -38,13 +38,7 @@ def require_clip(hearing: HearingInfo | None, prompt: object) -> Clip | None:
     if isinstance(sound, list) and len(sound) == 1:
         (sound,) = sound
     if sound is None or (isinstance(sound, list) and not sound):
-        raise InvalidRequestError(
-            "This model transcribes sound, and the prompt has none. Transcribe a file with tk "
-            "transcribe or /v1/audio/transcriptions, or give LLM a prompt "
-            '{"prompt_token_ids": ..., "multi_modal_data": {"audio": (samples, rate)}}.',
-            param="prompt",
-            code="model_not_supported",
-        )
+        raise no_sound_error("prompt")
     clip = _clip_of(sound)
     if clip.seconds > hearing.seconds:
         raise InvalidParamError(
@@ -55,6 +49,17 @@ def require_clip(hearing: HearingInfo | None, prompt: object) -> Clip | None:
     if not clip.num_samples:
         raise InvalidParamError(PARAM, "has audio without samples.")
     return clip
+
+
+def no_sound_error(param: str) -> InvalidRequestError:
+    """Return the error for a prompt of text alone, which a model that hears does not take."""
+    return InvalidRequestError(
+        "This model transcribes sound, and the prompt has none. Transcribe a file with tk "
+        "transcribe or /v1/audio/transcriptions, or give LLM a prompt "
+        '{"prompt_token_ids": ..., "multi_modal_data": {"audio": (samples, rate)}}.',
+        param=param,
+        code="model_not_supported",
+    )
 
 
 def with_clips(prompts: Sequence[object]) -> list[Any]:

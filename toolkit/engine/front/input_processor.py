@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import msgspec
 
 from toolkit.config.engine import OUTPUT_LIMIT, ModelConfig
-from toolkit.engine.front.clips import feature_of, require_clip, source_of
+from toolkit.engine.front.clips import feature_of, no_sound_error, require_clip, source_of
 from toolkit.engine.front.features import FeatureSource
 from toolkit.engine.front.picture_places import (
     count_pictures,
@@ -259,6 +259,11 @@ class InputProcessor:
                 param="model",
                 code="model_not_supported",
             )
+
+    def require_text(self, param: str) -> None:
+        """Raise InvalidRequestError about `param` if prompts need sound."""
+        if self.info.hearing is not None:
+            raise no_sound_error(param)
 
     def require_tokenizer(self) -> Tokenizer:
         """Raise InvalidRequestError if the model has no tokenizer."""

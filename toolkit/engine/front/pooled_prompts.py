@@ -117,6 +117,7 @@ class PoolingProcessor:
         info = self._inputs.info.pooling
         if info is not None and info.task in tasks:
             return info
+        self._inputs.require_text("model")
         if info is None:
             raise InvalidRequestError(
                 "This model generates text and has no embeddings of its own. Start the server with "
