@@ -63,6 +63,7 @@ class Delta:
     token_ids: list[int]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    finish_reason: str | None = None
 
 
 @dataclass

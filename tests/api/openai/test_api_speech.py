@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import wave
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,18 @@ def test_streams_of_long_sound_have_the_same_text(server, audio):
     *deltas, done = ask(audio.transcriptions, file, language="en", stream=True)
     assert "".join(one.delta for one in deltas) == done.text == complete
     assert done.usage.seconds == 5
+    until(server.is_idle)
+
+
+def test_a_window_that_the_operator_ends_ends_the_transcript(server, audio):
+    """The text without it would have a gap."""
+    file = wav(*(hearing.sound(seed) for seed in range(30, 33)))
+    with server.slowly(), ThreadPoolExecutor() as threads:
+        asked = threads.submit(ask, audio.transcriptions, file, language="en")
+        live = until(lambda: server.http.get("/tk/requests").json()["requests"])
+        assert server.http.delete(f"/tk/requests/{live[-1]['id']}").status_code == 200
+        with pytest.raises(openai.InternalServerError, match="ended by the server's operator"):
+            asked.result()
     until(server.is_idle)
 
 

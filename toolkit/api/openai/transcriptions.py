@@ -28,7 +28,7 @@ from toolkit.api.openai.transcription_request import (
 from toolkit.engine.front.alignment import ClipAligner
 from toolkit.engine.front.input_processor import TokensPrompt
 from toolkit.engine.outputs import Delta
-from toolkit.errors import InvalidRequestError, RequestTimeoutError
+from toolkit.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from toolkit.metrics import Metrics
 from toolkit.sampling.params import SamplingParams
 from toolkit.speech.clip import Clip
@@ -173,6 +173,8 @@ class _EngineAnswer:
         )
         try:
             async for delta in stream:
+                if delta.finish_reason == "abort":  # the text would have a gap
+                    raise EngineError("The transcription was ended by the server's operator.")
                 yield delta
         finally:
             stream.close()

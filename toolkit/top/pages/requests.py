@@ -16,7 +16,7 @@ from toolkit.top.view import View
 
 STATES = {"running": "good", "waiting": "warn", "preempted": "bad", "swapped": "bad"}
 KEYS = (("Enter", "Open"), ("x", "End"), ("s", "Sort"), ("/", "Filter"))
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-")
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-", "transcr-")
 
 
 @dataclass(frozen=True, slots=True)
