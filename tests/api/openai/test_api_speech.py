@@ -119,6 +119,16 @@ def test_streams_of_long_sound_have_the_same_text(server, audio):
     until(server.is_idle)
 
 
+def test_special_tokens_in_a_prompt_are_left_out(audio):
+    """With the end in the text before it, a model answers nothing, or anything."""
+    file = wav(hearing.sound(5))
+    expected, found = (
+        ask(audio.transcriptions, file, language="en", prompt=prompt).text
+        for prompt in ("Hi you", "Hi<|endoftext|> <|0.20|><|notimestamps|>you<|de|>")
+    )
+    assert found == expected
+
+
 def test_a_window_that_the_operator_ends_ends_the_transcript(server, audio):
     """The text without it would have a gap."""
     file = wav(*(hearing.sound(seed) for seed in range(30, 33)))

@@ -120,11 +120,14 @@ class TranscriptionRequest(RequestBody):
         """Return what a transcriber does. `falls_back`: the server's default.
 
         Raises InvalidRequestError for an unknown language."""
-        prompt = self.prompt.strip()
+        before: list[int] = []
+        if prompt := self.prompt.strip():
+            found = tokenizer.encode(f" {prompt}", add_special_tokens=False)
+            before = [token for token in found if token < tokens.end]  # text alone
         return TranscriptionOptions(
             language=None if self.language is None else find_language(self.language, tokens),
             task=task,
-            prompt=tokenizer.encode(f" {prompt}", add_special_tokens=False) if prompt else (),
+            prompt=before,
             temperature=self.temperature,
             seed=self.seed,
             max_tokens=self.max_completion_tokens,
