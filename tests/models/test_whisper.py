@@ -126,7 +126,11 @@ def test_spectrograms_equal_transformers():
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"enable_lora": True}, "LoRA"), ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size")],
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"pooling": "last"}, "--pooling"),
+    ],
 )
 def test_settings_that_do_not_go_with_clips_are_refused(folder, settings, named):
     with pytest.raises(ConfigError, match=named):

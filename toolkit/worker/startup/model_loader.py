@@ -214,6 +214,11 @@ class ModelLoader:
                 f"LoRA adapters of {name} are not supported: it encodes clips apart from requests.",
                 param="enable_lora",
             )
+        if self._setup.config.model.pooling is not None:
+            raise ConfigError(
+                f"--pooling: {name} transcribes clips and has no embeddings. Leave it out.",
+                param="pooling",
+            )
         if self._setup.config.parallel.pipeline_parallel_size > 1:
             raise ConfigError(
                 f"--pipeline-parallel-size: {name} encodes clips, and all stages would need them. "
