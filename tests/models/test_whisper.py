@@ -103,6 +103,17 @@ def test_answers_with_rules_equal_transformers(folder, mode):
     llm.shutdown()
 
 
+def test_texts_may_have_more_pages_than_clips(folder):
+    """A clip has 50 rows, and a text up to 64 tokens."""
+    prompt = [PREVIOUS, *range(60, 98), START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
+    answers = []
+    for block_size in (4, 16):
+        llm = LLM(str(folder), device="cpu", dtype="float32", block_size=block_size)
+        answers.append(ask(llm, [(hearing.sound(0), prompt)]))
+        llm.shutdown()
+    assert answers[0] == answers[1]
+
+
 def test_a_large_model_differs_in_each_size(tmp_path):
     """Sizes that are equal in Whisper's own models, and more bands, as large-v3 has."""
     model = hearing.reference(num_mel_bins=128, encoder_attention_heads=8, scale_embedding=False)

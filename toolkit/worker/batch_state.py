@@ -125,6 +125,8 @@ class BatchState:
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((len(groups), max_tokens), -1, dtype=torch.int64, device=device)
+        self._written = [nth for nth, group in enumerate(groups) if not group.feature]
+        """Groups whose slots tokens write. Pages of features may be fewer than their own."""
         self._shifts: tuple[torch.Tensor, torch.Tensor] | None = None
         """Added to the positions of rows after their features, and positions of tokens with it."""
         if has_axes:
@@ -351,7 +353,7 @@ class BatchState:
         if shifts is not None:
             rope_positions = shifts[1][:tokens]
             shifts = shifts[0], rope_positions
-        for nth in range(len(slots) - 1, -1, -1):  # the first group's last, with all the rest
+        for nth in reversed(self._written):  # the first group's last, with all the rest
             out = self._token_ids[:tokens], self._positions[:tokens], slots[nth]
             others = (adapters, ahead, shifts) if nth == 0 else ()
             tables = self.token_ids, self.tables[nth], self.block_size
