@@ -143,11 +143,11 @@ def test_sizes_come_before_pictures_of_other_pools(start: Start) -> None:
     workers = stop_workers(pools)
     futures = submit(pools[:1])
     futures += [one.process(PICTURE, "here") for _ in range(2) for one in pools[1:]]
-    time.sleep(0.2)  # until all wait for a worker
+    time.sleep(1.0)  # until all wait for a worker: nothing shows when the zygote has their requests
     size = pools[0].measure(PICTURE, "here")
     for one in [*futures, size]:
         one.add_done_callback(order.append)
-    time.sleep(0.2)
+    time.sleep(1.0)
     resume(workers)
     wait([*futures, size], 30)
     assert order.index(size) < 4
