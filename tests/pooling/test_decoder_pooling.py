@@ -17,9 +17,12 @@ from toolkit.engine.messages import EngineRequest
 from toolkit.errors import CheckpointError, InvalidRequestError
 from toolkit.executor import UniprocExecutor
 from toolkit.sampling.params import PoolingParams
+from toolkit.scheduler.speculation import StepTimes
 from toolkit.sequence import SequenceSpec
+from toolkit.worker.startup.warm_up import WarmUp
 
 PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 5, 16, 33, 70, POSITIONS)]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
 def expected(model, mode, prompts=PROMPTS):
@@ -60,33 +63,40 @@ def test_pooling_model_still_generates(checkpoint):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_pooling_mixed_with_generation_and_preemption(overlap, checkpoint):
-    """Preempted prompts start again, with the same result."""
+@pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])
+def test_pooling_mixed_with_generation_and_preemption(monkeypatch, overlap, more, checkpoint):
+    """Preempted prompts start again, with the same result. Steps may verify others' drafts."""
+    monkeypatch.setattr(WarmUp, "step_times", lambda *_: StepTimes())  # all drafts are useful
     folder, reference = checkpoint("llama3-gqa"), checkpoints.make_reference("llama3-gqa")
     config = EngineConfig.from_settings(
         {
             "model": str(folder),
             "pooling": "mean",
             "max_num_batched_tokens": 20,
+            "max_num_seqs": 12,
             "num_gpu_blocks_override": 12,
             "swap_space": 0.01,
             "async_scheduling": overlap,
             "num_threads": 1,
         }
+        | more
     )
     core = EngineCore(config, UniprocExecutor(config, folder, lambda name, seconds: None))
     greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     pooled = [prompt for prompt in PROMPTS if len(prompt) <= 100] * 2
-    generated = {}
+    right, generated = expected(reference, "mean", pooled), {}
     for number, prompt in enumerate(pooled):
         core.add(request(2 * number, prompt, SamplingParams(max_tokens=1), PoolingParams()))
-        core.add(request(2 * number + 1, PROMPTS[2][: 1 + number], greedy, None))
+        start = PROMPTS[2][: 1 + number]
+        predicted = checkpoints.greedy(reference, start, 40) if more else []
+        core.add(request(2 * number + 1, start, greedy, None, predicted))
         generated[2 * number + 1] = []
     vectors = {}
-    num_preemptions = 0
+    num_preemptions = num_accepted = 0
     while core.has_work:
         message = core.step()[0]
         num_preemptions += message.stats.num_preemptions
+        num_accepted += message.stats.spec_decode_num_accepted_tokens
         for output in message.outputs:
             assert output.error is None
             if output.embedding:
@@ -100,16 +110,16 @@ def test_pooling_mixed_with_generation_and_preemption(overlap, checkpoint):
         )
         for number, token in zip(numbers.tolist(), tokens.tolist(), strict=True):
             generated[number].append(token)
-    assert num_preemptions > 0
+    assert num_accepted > 100 if more else num_preemptions > 0
     assert core.stats().kv_cache_usage == 0.0
     ours = np.array([vectors[i] for i in range(len(pooled))])
-    assert np.abs(ours - expected(reference, "mean", pooled)).max() < 1e-4
+    assert np.abs(ours - right).max() < 1e-4
     for number, tokens in generated.items():
         prompt = PROMPTS[2][: 1 + number // 2]
         assert tokens == checkpoints.greedy(reference, prompt, 40)
 
 
-def request(number, prompt, params, pooling):
+def request(number, prompt, params, pooling, predicted=()):
     return EngineRequest(
         id=str(number),
         number=number,
@@ -119,6 +129,7 @@ def request(number, prompt, params, pooling):
             max_tokens=params.max_tokens,
             eos_token_ids=[],
             pooling=pooling,
+            prediction_token_ids=list(predicted),
         ),
     )
 

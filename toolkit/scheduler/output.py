@@ -168,7 +168,7 @@ class ModelOutput:
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     """By index into the step's rows."""
     pooled: dict[int, FloatArray] = field(default_factory=dict)
-    """Vectors of pooled prompts, by index among the sampling requests."""
+    """Vectors of pooled prompts, by index into `token_ids`."""
     num_compiled: int = 0  # kernels compiled since the last step, which should be none
     failures: dict[int, str] = field(default_factory=dict)
     """Errors of logits processors, by index into `token_ids`, which is -1 there."""

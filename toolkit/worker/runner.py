@@ -309,12 +309,13 @@ class Runner:
 
         def finish() -> ModelOutput:
             wait()
-            kept, counts, failures = sampled.firsts, None, sampled.failures
+            kept, counts, failures, places = sampled.firsts, None, sampled.failures, samples
             if counts_there is not None:
                 counts = counts_there.numpy()[step.samples]
                 kept = sampled.kept(counts)
                 firsts = counts.cumsum() - counts
                 failures = {firsts.item(i): error for i, error in failures.items()}
+                places = firsts[samples].tolist() if samples else []
             return ModelOutput(
                 step.step,
                 tokens.numpy()[kept],
@@ -323,7 +324,7 @@ class Runner:
                     i: PromptLogprobs(start, records.numpy())
                     for i, (start, records) in prompts.items()
                 },
-                {} if vectors is None else dict(zip(samples, vectors.numpy(), strict=True)),
+                {} if vectors is None else dict(zip(places, vectors.numpy(), strict=True)),
                 self.num_compiled(),
                 failures,
                 counts,
