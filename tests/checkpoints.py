@@ -43,6 +43,7 @@ _SEEING = (
     "Qwen3VLMoe",
     "Qwen3_5Seeing",
     "Qwen3_5MoeSeeing",
+    "Qwen3ASR",
     "Gemma3Seeing",
     "Mistral3",
     "Llava",
@@ -109,7 +110,7 @@ def random_model(family: str, settings: dict) -> torch.nn.Module:
                     parameter.normal_(0.0, parameter.shape[1] ** -0.5)
                 elif parameter is not model.get_input_embeddings().weight:  # not a tied head
                     fan_in = parameter.shape[0 if type(module).__name__ == "Conv1D" else 1]
-                    if type(module).__name__ == "Conv1d":
+                    if type(module).__name__ in ("Conv1d", "Conv2d"):
                         fan_in = parameter[0].numel()
                     parameter.normal_(0.0, 2 * fan_in**-0.5)
             for name, buffer in module.named_buffers(recurse=False):

@@ -375,10 +375,10 @@ ERRORS: dict[str, tuple[list[Any], str, str]] = {
         "The prompt has 4 pictures, and at most 3 are allowed (--limit-mm-per-prompt).",
     ),
     "unknown part": (
-        [{"type": "input_audio", "input_audio": {}}],
+        [{"type": "video_url", "video_url": {}}],
         "messages[0].content",
-        "messages[0].content: Only content parts of the types 'text' and 'image_url' are "
-        "supported, not 'input_audio'.",
+        "messages[0].content: Only content parts of the types 'text', 'image_url' and "
+        "'input_audio' are supported, not 'video_url'.",
     ),
 }
 
@@ -507,7 +507,8 @@ def test_llm_chat_takes_pictures(llm: LLM, media: Path) -> None:
         ),
         (
             {"role": "user", "content": [image_url(), {"type": "video"}]},
-            "messages[0].content[1] must be text or a picture, not a part of the type 'video'",
+            "messages[0].content[1] must be text, a picture or sound, not a part of the type "
+            "'video'",
         ),
     ],
 )

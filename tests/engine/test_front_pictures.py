@@ -11,7 +11,7 @@ import pytest
 
 from tests.pictures.samples import QWEN, data_url, gradient, saved
 from toolkit.config.engine import PictureConfig
-from toolkit.engine.front.picture_places import content_of
+from toolkit.engine.front.feature_places import IMAGE, SOUND, content_of
 from toolkit.engine.front.pictures import Picture, Pictures, PictureUrl
 from toolkit.engine.front.pixels import PixelCache
 from toolkit.errors import InvalidParamError
@@ -144,19 +144,19 @@ def test_pixels_beyond_the_limit_are_dropped() -> None:
     [
         ([], ""),
         (["a", "", "b"], "a||b"),
-        ([None], [{"type": "image"}]),
+        ([IMAGE], [{"type": "image"}]),
         (
-            ["a", "b", None, None, "c"],
+            ["a", "b", IMAGE, SOUND, "c"],
             [
                 {"type": "text", "text": "a|b"},
                 {"type": "image"},
-                {"type": "image"},
+                {"type": "audio"},
                 {"type": "text", "text": "c"},
             ],
         ),
     ],
 )
-def test_texts_between_pictures_are_joined(parts: list[str | None], content: object) -> None:
+def test_texts_between_pictures_are_joined(parts: list[Any], content: object) -> None:
     assert content_of(parts, "|") == content
 
 

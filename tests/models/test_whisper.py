@@ -103,6 +103,14 @@ def test_answers_with_rules_equal_transformers(folder, mode):
     llm.shutdown()
 
 
+def test_several_cores_take_no_sound(folder):
+    """Only a server gives them the bytes of clips."""
+    llm = LLM(str(folder), device="cpu", data_parallel_size=2)
+    with pytest.raises(InvalidRequestError, match="data_parallel_size"):
+        ask(llm, PAIRS[:1])
+    llm.shutdown()
+
+
 def test_texts_may_have_more_pages_than_clips(folder):
     """A clip has 50 rows, and a text up to 64 tokens."""
     prompt = [PREVIOUS, *range(60, 98), START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
@@ -158,7 +166,7 @@ def test_settings_that_do_not_go_with_clips_are_refused(folder, settings, named)
         ({"audio": np.full(10, np.nan, np.float32)}, "not numbers"),
         ({"audio": np.zeros(0, np.float32)}, "without samples"),
         ({"audio": (np.zeros(10, np.float32), 0)}, "rate 0"),
-        ({"audio": [np.zeros(10, np.float32)] * 2}, "no NumPy array"),
+        ({"audio": [np.zeros(10, np.float32)] * 2}, "has 2 sounds"),
         ({"audio": "speech.wav"}, "no NumPy array"),
         ({"image": []}, "transcribes sound"),
     ],

@@ -63,7 +63,12 @@ class Engine:
     def __init__(self, model: FakeModel, hearing: HearingInfo | None = HEARING) -> None:
         self.model = model
         self.info = SimpleNamespace(
-            hearing=hearing, max_model_len=448, sight=None, generates=True, tasks=["generate"]
+            hearing=hearing,
+            max_model_len=448,
+            sight=None,
+            sound=None,
+            generates=True,
+            tasks=["generate"],
         )
         self.tokenizer = SimpleNamespace(has_chat_template=False)
         self.inputs = SimpleNamespace(require_tokenizer=Tokens)

@@ -230,8 +230,9 @@ class AsyncLLM:
             pictures=pictures,
         )
         is_long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
+        has_clip = self.info.hears and isinstance(prompt, Mapping)
         # Checking a grammar, and the digest of a clip, can be slow.
-        if is_long or params.structured_outputs is not None or self.info.hearing is not None:
+        if is_long or params.structured_outputs is not None or has_clip:
             return await asyncio.to_thread(process)
         return process()
 

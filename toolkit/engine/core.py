@@ -85,7 +85,7 @@ class EngineCore:
             most_drafts=info.most_drafts,
             most_step_drafts=info.most_step_drafts,
             step_times=info.step_times,
-            num_feature_pages=0 if info.sight is None else info.sight.num_pages,
+            num_feature_pages=info.num_feature_pages,
             most_encoded=int(info.max_num_batched_tokens * ENCODED_SHARE),
         )
         in_memory = config.lora.num_in_memory

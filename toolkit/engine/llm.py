@@ -18,7 +18,8 @@ from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
 from toolkit.engine.front.adapters import AdapterRegistry
-from toolkit.engine.front.clips import with_clips
+from toolkit.engine.front.clips import place_clips, read_clips, with_clips
+from toolkit.engine.front.feature_places import split_features
 from toolkit.engine.front.features import FeatureStore
 from toolkit.engine.front.input_processor import (
     InputProcessor,
@@ -29,7 +30,6 @@ from toolkit.engine.front.input_processor import (
     require_text,
 )
 from toolkit.engine.front.output_processor import OutputCollector, OutputProcessor, RequestState
-from toolkit.engine.front.picture_places import split_pictures
 from toolkit.engine.front.pictures import (
     Picture,
     PictureImage,
@@ -130,7 +130,7 @@ class LLM:
         progress on a terminal. Raises InvalidRequestError before anything runs if a prompt is
         invalid, and EngineError if a request failed."""
         many = _as_list(prompts)
-        if self.info.hearing is not None:
+        if self.info.hears:
             many = with_clips(many)
         params = self._params_per_prompt(sampling_params, len(many))
         if priority is not None and len(priority) != len(many):
@@ -153,6 +153,7 @@ class LLM:
             )
             for i, (prompt, one) in enumerate(zip(many, params, strict=True))
         ]
+        self._require_one_core(any(one.features for one in requests))
         woken: deque[RequestState] = deque()
         states = [self._submit(one, woken) for one in requests]
         collected = {state.id: OutputCollector.of(state) for state in states}
@@ -190,9 +191,9 @@ class LLM:
         `template_options`: `tools`, `chat_template`, `add_generation_prompt` and other input of the
         template, each by itself or in a dict `chat_template_kwargs`. The rest is as in `generate`.
 
-        The content of a message may be a list of parts: {"type": "text", "text": ...} and pictures,
+        The content of a message may be a list of parts: {"type": "text", "text": ...}; pictures,
         {"type": "image_url", "image_url": {"url": ...}} or {"type": "image", "image": ...} with an
-        image of Pillow.
+        image of Pillow; and sound, {"type": "audio", "audio": (samples, rate)}.
 
         In gpt-oss's format, the text of an answer is its content, and `token_ids` have all of it.
         With `skip_special_tokens=False` the text has all of it, too."""
@@ -329,6 +330,7 @@ class LLM:
             adapter=self.adapters.resolve(lora_request),
             pictures=self._pictures_of([prompt])[0],
         )
+        self._require_one_core(bool(prepared.features))
         woken: deque[RequestState] = deque()
         state = self._submit(prepared, woken)
         try:
@@ -342,7 +344,7 @@ class LLM:
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """Return the tokens of a conversation in the model's chat template.
 
-        Those of pictures are included."""
+        Those of pictures and sound are included."""
         return self.chat_input(messages, **template_options)["prompt_token_ids"]
 
     def chat_input(self, messages: Messages, **template_options: Any) -> TokensPrompt:
@@ -405,16 +407,22 @@ class LLM:
         self, conversations: Sequence[Messages], template_options: Mapping[str, Any]
     ) -> list[TokensPrompt]:
         """Return the prompts of conversations. Their pictures are loaded all at once."""
-        split = [split_pictures(messages) for messages in conversations]
-        if any(images for _, images in split):
+        split = [split_features(messages) for messages in conversations]
+        if any(images for _, images, _ in split):
             self._require_sight("messages")  # a text model refuses them, whatever its template
         token_ids = [
-            self._inputs.chat_prompt(messages, **template_options) for messages, _ in split
+            self._inputs.chat_prompt(messages, **template_options) for messages, *_ in split
         ]
-        taken = self._take([images for _, images in split], "messages")
+        taken = self._take([images for _, images, _ in split], "messages")
         prompts: list[TokensPrompt] = []
-        for ids, pictures in zip(token_ids, taken, strict=True):
-            if pictures:
+        for ids, pictures, (_, _, sounds) in zip(token_ids, taken, split, strict=True):
+            if sounds:
+                given = {"audio": [one.samples for one in sounds]}
+                clips = read_clips(self.info, {"multi_modal_data": given})
+                if self.info.sound is not None:
+                    ids, _ = place_clips(self.info.sound, ids, clips)
+                prompts.append({"prompt_token_ids": ids, "multi_modal_data": {"audio": clips}})
+            elif pictures:
                 ids, _ = self._require_sight().expand(ids, pictures)
                 prompts.append({"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}})
             else:
@@ -445,14 +453,18 @@ class LLM:
     def _require_sight(self, param: str = "prompt") -> Pictures:
         """Return what prepares pictures; its processes are started for the first one."""
         if self._inputs.pictures is None:
-            if isinstance(self._core, SeveralCores):
-                raise InvalidRequestError(
-                    "LLM takes no pictures with data_parallel_size above 1. Use a server."
-                )
+            self._require_one_core(True)
             self._inputs.pictures = make_pictures(
                 self.info.sight, self.config.pictures, bytes_in_flight=sys.maxsize
             )
         return require_sight(self._inputs.pictures, self.config.model.model or "tk-demo", param)
+
+    def _require_one_core(self, has_features: bool) -> None:
+        """Raise InvalidRequestError if other processes would compute pictures or sound."""
+        if has_features and isinstance(self._core, SeveralCores):
+            raise InvalidRequestError(
+                "LLM takes no pictures and no sound with data_parallel_size above 1. Use a server."
+            )
 
     def _submit(self, prepared: Prepared, woken: deque[RequestState]) -> RequestState:
         """Submit a request. It is appended to `woken` whenever it has a new delta."""
@@ -493,7 +505,7 @@ class LLM:
     def _step(self, on_step: Callable[[EngineOutputs], None] | None) -> bool:
         """Run a step. Return True if a sequence has ended."""
         self._require_running()
-        has_features = self._inputs.pictures is not None or self.info.hearing is not None
+        has_features = self._inputs.pictures is not None or self.info.hears
         if has_features and isinstance(self._core, EngineCore):
             self._give_features(self._core)
         try:

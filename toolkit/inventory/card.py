@@ -18,6 +18,7 @@ from toolkit.inventory.layers import lines_of
 from toolkit.models.config.wrapped import decoder_of, text_config
 from toolkit.models.memory import TokenMemory
 from toolkit.pictures.settings import FILES
+from toolkit.speech.clip import SAMPLE_RATE
 from toolkit.units import count, size
 from toolkit.weights.layout import on_device
 
@@ -108,7 +109,7 @@ def license_of(checkpoint: Checkpoint) -> str | None:
 
 def _pictures(checkpoint: Checkpoint) -> str | None:
     """Say whether prompts may have pictures; None for a model that reads text."""
-    if decoder_of(checkpoint.raw) is None:
+    if decoder_of(checkpoint.raw) is None or checkpoint.sound is not None:
         return None
     if checkpoint.sees:
         assert checkpoint.sight is not None
@@ -118,6 +119,15 @@ def _pictures(checkpoint: Checkpoint) -> str | None:
     if checkpoint.sight is not None:
         return f"no: there is no {' or '.join(FILES)}"
     return "no: tk leaves the tower out"
+
+
+def _sound(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Say how many tokens clips of prompts take; nothing for a model whose prompts have none."""
+    if checkpoint.sound is None:
+        return []
+    tower = checkpoint.sound.tower
+    rows = tower.num_rows(SAMPLE_RATE)
+    return [("sound", f"yes: {rows} tokens for each second, {len(tower.blocks)} layers")]
 
 
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
@@ -136,6 +146,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("context", f"{context:,} tokens" if context else "unknown (not in config.json)"),
         *([] if problem else _shape(checkpoint)),
         *([] if (pictures := _pictures(checkpoint)) is None else [("pictures", pictures)]),
+        *_sound(checkpoint),
         ("tokenizer", tokenizer(checkpoint) or "none"),
         (
             "chat template",

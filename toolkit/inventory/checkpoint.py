@@ -16,8 +16,10 @@ from toolkit.files import parse_json, read_json, read_text
 from toolkit.gguf.config import named_tensors
 from toolkit.gguf.file import GGUF, read_gguf
 from toolkit.gguf.folder import MADE_FILES, is_gguf, made_file
+from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.overrides import override, read_config
 from toolkit.models.config.registry import describe, find_problem, parse_config
+from toolkit.models.config.sounds import Sound
 from toolkit.models.config.towers import Sight
 from toolkit.models.config.wrapped import text_config
 from toolkit.models.describe import Decoder, Encoder, External, Parameter
@@ -201,12 +203,21 @@ class Checkpoint:
 
     @cached_property
     def sight(self) -> Sight | None:
-        """The model's tower, if tk has its architecture."""
+        """The model's tower for pictures, if tk has its architecture."""
+        return None if self._parsed is None else self._parsed.sight
+
+    @cached_property
+    def sound(self) -> Sound | None:
+        """The model's tower for clips that are tokens, if tk has its architecture."""
+        return None if self._parsed is None else self._parsed.sound
+
+    @cached_property
+    def _parsed(self) -> ArchitectureConfig | None:
+        """Config.json; None if it cannot be used: `problem` says why."""
         try:
-            sight: Sight | None = parse_config(self.raw).sight
+            return parse_config(self.raw)
         except (ValueError, CheckpointError, PluginError):
-            return None  # `problem` says why
-        return sight
+            return None
 
     @property
     def tower_parameters(self) -> int:

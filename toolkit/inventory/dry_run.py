@@ -174,6 +174,8 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
     if result.tower:
         text = f"{size(result.tower)} of the weights; {size(result.pictures)} for pictures"
         facts.insert(2, ("tower", f"{text} (--mm-cache-gib)"))
+    elif result.pictures:
+        facts.insert(2, ("tower", f"{size(result.pictures)} for clips (--mm-cache-gib)"))
     if not result.weights_fit or (result.has_cache and not result.num_blocks):
         return facts
     if not result.has_cache:

@@ -20,7 +20,7 @@ from toolkit.hardware.devices import Device, find_device
 from toolkit.hardware.figures import CPU_CACHE_SHARE
 from toolkit.inventory.checkpoint import TYPE_BYTES, Checkpoint
 from toolkit.inventory.step_memory import CPU_RUNTIME, Drafting, StepMemory, step_tokens
-from toolkit.inventory.tower_memory import encoder_step, tower_memory
+from toolkit.inventory.tower_memory import encoder_step, sound_memory, tower_memory
 from toolkit.lora.files import LEAST_MAX_RANK
 from toolkit.models.config.model_config import name_weights, resolve_dtype
 from toolkit.models.describe import Decoder, Encoder, External, Parameter, memory_of
@@ -215,8 +215,13 @@ def estimate(
     )
     tower = tower_memory(checkpoint, engine, TYPE_BYTES[dtype], max_model_len, on_gpu=on_gpu)
     step, table = steps.total, 0
-    if on_gpu and isinstance(described, Decoder):
-        step += encoder_step(described.encoder, engine, TYPE_BYTES[dtype])
+    if isinstance(described, Decoder):
+        if on_gpu:
+            step += encoder_step(described.encoder, engine, TYPE_BYTES[dtype])
+        sound = sound_memory(
+            described.sound, engine, TYPE_BYTES[dtype], max_model_len, on_gpu=on_gpu
+        )
+        tower = tower or sound
     if tower is not None:
         first_weights, first_memory = stages[0]
         stages[0] = first_weights + tower.weights, first_memory

@@ -1,4 +1,4 @@
-"""Memory of a tower for pictures, and of what it computes."""
+"""Memory of towers for pictures and clips, and of what they compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from toolkit.config import EngineConfig
 from toolkit.inventory.checkpoint import Checkpoint
 from toolkit.inventory.step_memory import GRAPH_LAYER_BYTES
-from toolkit.models.audio import STRIDE, AudioEncoder
+from toolkit.models.audio import CHUNKS_AT_ONCE, HOP, STRIDE, AudioEncoder, SoundTower
 from toolkit.models.config.towers import Sight
 from toolkit.models.describe import FeatureEncoder
 from toolkit.pictures.families import find_family
@@ -57,6 +57,33 @@ def tower_memory(
     more_frames = (tower.patches.frames - 1) * tower.hidden * tower.patches.pixels
     numbers = checkpoint.tower_parameters - more_frames
     return TowerMemory(numbers * type_bytes, num_pages * page_bytes, step)
+
+
+def sound_memory(
+    tower: FeatureEncoder | None,
+    engine: EngineConfig,
+    type_bytes: int,
+    max_model_len: int,
+    *,
+    on_gpu: bool,
+) -> TowerMemory | None:
+    """Return the memory of a tower for clips; None if there is none. Its weights: the model's."""
+    if not isinstance(tower, SoundTower):
+        return None
+    page_bytes = ROWS_PER_PAGE * tower.out * type_bytes
+    samples = tower.most_samples(max_model_len)
+    most = tower.num_rows(samples)
+    num_pages = max(
+        -(-most // ROWS_PER_PAGE), int(engine.pictures.mm_cache_gib * 2**30) // page_bytes
+    )
+    step = 0
+    if on_gpu:
+        widest = max(block.mlp.size for block in tower.blocks)
+        step = most * (8 * tower.hidden + 2 * widest) * type_bytes
+        step += samples // HOP * (SPECTRUM_BYTES + 4 * tower.num_mels)
+        of_chunk = tower.channels * tower.num_mels * tower.chunk // 4
+        step += CHUNKS_AT_ONCE * 2 * of_chunk * type_bytes
+    return TowerMemory(0, num_pages * page_bytes, step)
 
 
 def encoder_step(encoder: FeatureEncoder | None, engine: EngineConfig, type_bytes: int) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from toolkit.models.mix import AttentionMix, Mix, build_mix, find_module
 from toolkit.models.model import CausalLM, Keeper
 from toolkit.models.pipeline_split import split_layers
 from toolkit.models.rotary import RotaryTables
+from toolkit.models.sound_tower import SoundTowerModule
 from toolkit.weights.quantization import linear_bytes, quantizes_head, target_device
 
 
@@ -145,7 +147,9 @@ class Decoder(CausalLM):
         )
         norms = [_norm(description.norm)] if self.stage.is_last else []
         self.last = Join(hidden, norms, *_after(before[-1]))
-        self.encoder = _encoder(description)
+        self.encoder: AudioEncoderModule | None = _encoder(description.encoder)
+        sound = description.sound if self.stage.is_first else None
+        self.sound: SoundTowerModule | None = _encoder(sound)
         self._place_rows = kernels_for(target_device()).place_rows
         # What experts compute depends on the numbers of a step.
         self._can_record = (
@@ -299,13 +303,12 @@ def _share_memory(
     return found
 
 
-def _encoder(description: describe.Decoder) -> AudioEncoderModule | None:
-    """Build the encoder of features, complete on each rank; None if there is none."""
-    if description.encoder is None:
+def _encoder(described: describe.FeatureEncoder | None) -> Any:
+    """Build an encoder of features, complete on each rank; None if there is none."""
+    if described is None:
         return None
     with parallel(SINGLE, SINGLE_STAGE):
-        encoder: AudioEncoderModule = find_module(description.encoder)(description.encoder)
-    return encoder
+        return find_module(described)(described)
 
 
 def _norm(norm: describe.Norm) -> Norm:

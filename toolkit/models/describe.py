@@ -679,13 +679,9 @@ class LayerInputs:
 
 
 class FeatureEncoder(Protocol):
-    """An encoder of features, which cross-attention reads."""
+    """An encoder of features, whose weights are in the decoder's checkpoint."""
 
     module: ClassVar[str]  # the class of its module, "package.module:class"
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a feature."""
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield the tensors of a checkpoint."""
@@ -714,6 +710,8 @@ class Decoder:
     layer_inputs: LayerInputs | None = None
     encoder: FeatureEncoder | None = None
     """Encoder of the feature that each prompt has, such as a clip. None: prompts have none."""
+    sound: FeatureEncoder | None = None
+    """Tower for clips whose rows stand for tokens. None: prompts have no such tokens."""
 
     @property
     def longest(self) -> int:
@@ -764,8 +762,9 @@ class Decoder:
             yield Parameter(f"{self.positions.name}.weight", shape, "positions")
         if self.layer_inputs is not None:
             yield from self.layer_inputs.parameters(self.num_layers, hidden)
-        if self.encoder is not None:
-            yield from self.encoder.parameters()
+        for encoder in (self.encoder, self.sound):
+            if encoder is not None:
+                yield from encoder.parameters()
         for index, layer in enumerate(self.layers):
             for branch in chain.from_iterable(layer):
                 yield from _branch_parameters(branch, hidden, index)

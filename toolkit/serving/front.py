@@ -247,7 +247,7 @@ def _start_sound(
     config: ServerConfig, engines: Sequence[AsyncLLM], keeper_path: str
 ) -> SoundPool | None:
     """Start the processes that decode sound files; None if no model hears."""
-    if not any(engine.info.hearing for engine in engines):
+    if not any(engine.info.hears for engine in engines):
         return None
     limits = SoundLimits(
         max_bytes=config.max_audio_mb * 2**20, max_seconds=config.max_audio_seconds

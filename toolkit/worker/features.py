@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,26 +11,62 @@ import torch
 
 from toolkit.attention import AttentionBatch, FeatureRows
 from toolkit.hardware.memory import lazy_zeros, to_device
+from toolkit.models.towers.parts import Grid
 from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import Encode
 from toolkit.sequence import Feature
 from toolkit.worker.axes import axis_positions
 from toolkit.worker.graph_policy import MOST_PICTURE_ROWS
-from toolkit.worker.picture_encoder import PictureEncoder
 
 Ints = npt.NDArray[np.int64]
+
+
+class FeatureEncoder(Protocol):
+    """Computes features with a tower."""
+
+    device: torch.device
+    dtype: torch.dtype
+    row_size: int
+
+    def encode(self, data: Sequence[bytes], grids: Sequence[Grid], /) -> torch.Tensor:
+        """Return the rows [num_rows, row size] of features, one after the other."""
+
+    def num_rows(self, grid: Grid) -> int:
+        """Return the number of a feature's rows."""
+
+    def rehearse(self, num_rows: int) -> None:
+        """Compute a feature of about this many rows, kernel by kernel."""
+
+    def capture(self) -> None:
+        """Capture the tower's graphs, if it has some, on the current stream."""
+
+
+class FeaturePlan(Protocol):
+    """Facts about features: how their tokens are computed, and the memory of their rows."""
+
+    @property
+    def has_axes(self) -> bool:
+        """True if they have positions on several axes."""
+
+    @property
+    def both_ways(self) -> bool:
+        """True if they may see each other."""
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table of rows."""
 
 
 class FeatureTable:
     """Rows that a tower has computed, in pages: [num_pages · rows_per_page, row size]."""
 
     def __init__(
-        self, encoder: PictureEncoder, num_pages: int, rows_per_page: int, most_rows: int
+        self, encoder: FeatureEncoder, num_pages: int, rows_per_page: int, most_rows: int
     ) -> None:
         """most_rows: of a feature."""
         self.encoder, self.most_rows = encoder, most_rows
         self._rows_per_page, self._device = rows_per_page, encoder.device
-        shape, dtype = (num_pages * rows_per_page, encoder.row_size), encoder.tower.dtype
+        shape, dtype = (num_pages * rows_per_page, encoder.row_size), encoder.dtype
         self.rows = lazy_zeros(shape, dtype, self._device)
         self._pages: dict[bytes, Ints] = {}
 

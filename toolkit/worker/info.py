@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from toolkit.cache_group import ONE_GROUP, CacheGroup
+from toolkit.models.audio import rows_of_clip
 from toolkit.pictures.settings import ProcessorSettings
 from toolkit.pictures.tokens import PictureTokens
 from toolkit.plugins import Plugin
@@ -29,6 +30,19 @@ class SightInfo(msgspec.Struct, kw_only=True, frozen=True):
     def token_id(self) -> int:
         """Token that stands for a picture in prompts."""
         return self.tokens.place
+
+
+class SoundInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """Clips that prompts may have as tokens."""
+
+    token_id: int  # stands for a row of a clip
+    seconds: float  # of the longest clip
+    chunk: int  # frames that convolutions see together
+    num_pages: int  # of the table of rows
+
+    def num_rows(self, num_samples: int) -> int:
+        """Return the rows of a clip."""
+        return rows_of_clip(num_samples, self.chunk)
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
@@ -68,7 +82,18 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     reads_predictions: bool = False  # the drafter guesses from a request's prediction
     step_times: StepTimes = UNKNOWN_TIMES  # if there are drafts
     sight: SightInfo | None = None  # None: prompts have no pictures
-    hearing: HearingInfo | None = None  # None: prompts have no clips; else each has one
+    sound: SoundInfo | None = None  # None: no token stands for a part of a clip
+    hearing: HearingInfo | None = None  # set if each prompt has a clip, which all tokens read
+
+    @property
+    def hears(self) -> bool:
+        """True if prompts may have clips."""
+        return self.hearing is not None or self.sound is not None
+
+    @property
+    def num_feature_pages(self) -> int:
+        """Pages of the table of what towers compute."""
+        return sum(one.num_pages for one in (self.sight, self.sound) if one is not None)
 
     @property
     def token_bytes(self) -> float:

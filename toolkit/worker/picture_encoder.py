@@ -34,7 +34,7 @@ class PictureEncoder:
     """Computes pictures with a tower."""
 
     def __init__(self, tower: TowerModel, device: torch.device) -> None:
-        self.tower, self.device = tower, device
+        self.tower, self.device, self.dtype = tower, device, tower.dtype
         self.row_size, self._description = tower.tower.row_size, tower.tower
         self._no_pixels = bytes(tower.tower.patches.pixels * tower.tower.merge**2)  # of a lead
         self._sizes = picture_rows(tower.tower.fixed_squares)

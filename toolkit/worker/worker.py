@@ -134,13 +134,14 @@ class Worker:
             return self.info
         assert isinstance(model, CausalLM)
         with phases("KV cache"):
-            plan = loaders.model.sight
-            sight = None if plan is None else (plan, loaded.tower)
+            features = loaders.model.features(loaded)
             factory = RunnerFactory(
-                setup, model, loaders.processors, loaded.adapters, drafter, sight
+                setup, model, loaders.processors, loaded.adapters, drafter, features
             )
             self._make_runner(setup, loaded, factory, wait_for_weights)
-        self.info.sight = None if plan is None else plan.info
+        sight, sound = loaders.model.sight, loaders.model.sound
+        self.info.sight = None if sight is None else sight.info
+        self.info.sound = None if sound is None else sound.info
         self.info.hearing = factory.hearing
         self.info.logits_processors = list(loaders.processors)
         if loaded.adapters is not None:

@@ -42,7 +42,7 @@ from toolkit.api.openai.tools import (
     parse_arguments,
     template_call,
 )
-from toolkit.engine.front.picture_places import content_of, require_picture_role
+from toolkit.engine.front.feature_places import IMAGE, content_of, require_role
 from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
@@ -408,7 +408,7 @@ def _content(content: str | Sequence[Body]) -> str | list[dict[str, str]]:
         return content
     return content_of(
         (
-            block.text if isinstance(block, TextBlock) else None
+            block.text if isinstance(block, TextBlock) else IMAGE
             for block in content
             if isinstance(block, TextBlock | ImageBlock)
         ),
@@ -421,7 +421,7 @@ def _pictures(content: str | Sequence[Body], place: str, role: str) -> Iterator[
     for index, block in enumerate(() if isinstance(content, str) else content):
         if isinstance(block, ImageBlock):
             picture = block.source.to_url(f"{place}[{index}].source")
-            require_picture_role(role, picture.param)
+            require_role(role, picture.param)
             yield picture
 
 

@@ -23,7 +23,7 @@ from toolkit.api.openai.conversation import Conversation
 from toolkit.api.openai.response_format import Schema
 from toolkit.api.openai.schemas import MAX_MESSAGES, MAX_TOOLS, end_options, reasoning_options
 from toolkit.api.openai.tools import ChatTool, ToolUse, only_type, template_call
-from toolkit.engine.front.picture_places import content_of, require_picture_role
+from toolkit.engine.front.feature_places import IMAGE, content_of, require_role
 from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidRequestError
 from toolkit.sampling.params import SamplingParams
@@ -125,13 +125,13 @@ def _pictures(images: Sequence[str] | None, place: str, role: str) -> Iterator[P
     """Yield pictures in base64. `place`: their parameter. Raises InvalidParamError."""
     for index, data in enumerate(images or ()):
         param = f"{place}[{index}]"
-        require_picture_role(role, param)
+        require_role(role, param)
         yield PictureUrl(f"data:;base64,{data}", param)
 
 
 def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, str]]:
     """Return a template's content. The pictures precede the text."""
-    return content_of([*[None] * len(images or ()), text])
+    return content_of([*[IMAGE] * len(images or ()), text])
 
 
 class OllamaFunction(Body):

@@ -1,8 +1,10 @@
 """Shared by chats, responses and Anthropic's messages: the prompt of a conversation, its answer."""
 
 import asyncio
+import binascii
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,20 +18,32 @@ from toolkit.api.openai.beams import Beams, start_beams
 from toolkit.api.openai.generation import AnswerGroup, start_group, token_logprobs
 from toolkit.api.openai.replies import TokenLogprob
 from toolkit.api.openai.tools import ToolUse
+from toolkit.engine.front.clips import place_clips
+from toolkit.engine.front.feature_places import count_places, join_parts
 from toolkit.engine.front.input_processor import Prompt
-from toolkit.engine.front.picture_places import count_pictures, join_parts
 from toolkit.engine.front.pictures import Picture, Pictures, PictureUrl, require_sight
-from toolkit.errors import InvalidRequestError
+from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import SamplingParams
+from toolkit.speech.clip import Clip
+from toolkit.speech.pool import Samples
 from toolkit.text.chat_template import has_system
 from toolkit.text.generic_tools import GenericFormat, describe_tools, write_out
 from toolkit.text.harmony import adapt_conversation, is_harmony
 from toolkit.text.tokenizer import Tokenizer
+from toolkit.worker.info import SoundInfo
 
 _READS_OBJECTS = re.compile(r"\.(?:items|keys)\(|\|\s*(?:items|dictsort)\b")
 """In a chat template: it may read the arguments of calls one by one, and not take text."""
 LONG_CONVERSATION = 20_000
 """Characters above which a conversation is rendered and tokenized in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoundFile:
+    """A file in base64, and the parameter of the request that has it."""
+
+    data: str
+    param: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +52,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]  # as chat templates take them
     pictures: Sequence[PictureUrl] = ()  # in the order of their places
+    sounds: Sequence[SoundFile] = ()  # in the order of their places
     options: dict[str, Any]  # further input of the template
     tools: ToolUse = field(default_factory=ToolUse)
     template: str | None = None  # the request's own
@@ -117,6 +132,9 @@ async def start_answer(
     prompt: Prompt = token_ids
     if pictures:
         prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}}
+    elif asked.sounds:
+        clips = await _load_clips(target, asked, request)
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"audio": clips}}
     if asked.beams is not None:
         group = await start_beams(
             target,
@@ -134,10 +152,13 @@ async def start_answer(
 
 
 async def encode_conversation(target: Target, asked: Conversation, request: Request) -> list[int]:
-    """Return the prompt tokens of a conversation, those of pictures included.
+    """Return the prompt tokens of a conversation, those of pictures and clips included.
 
     Raises InvalidRequestError."""
     token_ids = await _encode_conversation(target, asked, request)
+    if asked.sounds:
+        clips = await _load_clips(target, asked, request)
+        return place_clips(_sound_of(target, asked), token_ids, clips)[0]
     if not (pictures := await _load_pictures(target, asked, request, is_checked=False)):
         return token_ids
     return _sight_of(target, asked).expand(token_ids, pictures)[0]
@@ -146,9 +167,12 @@ async def encode_conversation(target: Target, asked: Conversation, request: Requ
 async def render_conversation(target: Target, asked: Conversation) -> str:
     """Return the prompt of a conversation as text. Special tokens that messages spell stay in it.
 
-    Raises InvalidRequestError, also for pictures and a template of the request."""
-    if asked.pictures or asked.template is not None:
-        name = "chat_template" if asked.template is not None else asked.pictures[0].param
+    Raises InvalidRequestError, also for pictures, clips and a template of the request."""
+    names = [one.param for one in asked.pictures] + [one.param for one in asked.sounds]
+    if asked.template is not None:
+        names.insert(0, "chat_template")
+    if names:
+        name = names[0]
         raise InvalidRequestError(f"{name} is not supported: the prompt is text.", param=name)
     tokenizer = target.engine.inputs.require_tokenizer()
     messages, options = _adapt(target, asked, _options(target, asked))
@@ -170,13 +194,52 @@ async def _load_pictures(
     return await while_connected(request, resolving)
 
 
+async def _load_clips(target: Target, asked: Conversation, request: Request) -> list[Clip]:
+    """Return the clips of a conversation.
+
+    Raises InvalidRequestError, and ServerUnavailableError for too many bytes of sound."""
+    pool = target.server.sound
+    assert pool is not None, "a model hears"
+
+    def decode(sound: SoundFile) -> Future[Samples]:
+        try:
+            data = binascii.a2b_base64(sound.data.encode(), strict_mode=True)
+        except ValueError as error:
+            raise InvalidParamError(sound.param, f"is not valid base64: {error}.") from None
+        if not data:
+            raise InvalidParamError(sound.param, "is empty.")
+        return pool.decode(data, sound.param)
+
+    async def load(sound: SoundFile) -> Clip:
+        samples = await asyncio.wrap_future(await asyncio.to_thread(decode, sound))
+        return Clip.of(samples)
+
+    return await while_connected(request, _gather([load(one) for one in asked.sounds]))
+
+
+async def _gather(loads: Sequence[Coroutine[Any, Any, Clip]]) -> list[Clip]:
+    return await asyncio.gather(*loads)
+
+
+def _sound_of(target: Target, asked: Conversation) -> SoundInfo:
+    """Raise InvalidRequestError if the model does not hear."""
+    sound = target.engine.info.sound
+    if sound is None:
+        raise InvalidRequestError(
+            f"{target.name} does not hear: the prompt has sound.",
+            param=asked.sounds[0].param,
+            code="model_not_supported",
+        )
+    return sound
+
+
 def _sight_of(target: Target, asked: Conversation) -> Pictures:
     """Raise InvalidRequestError if the model does not see."""
     return require_sight(target.engine.inputs.pictures, target.name, asked.pictures[0].param)
 
 
 async def _encode_conversation(target: Target, asked: Conversation, request: Request) -> list[int]:
-    """Return the prompt tokens of a conversation. A picture is one token.
+    """Return the prompt tokens of a conversation. A picture or clip is one token.
 
     A long conversation is rendered in a thread, and the request's own template in another process:
     the event loop stays free. Raises InvalidRequestError if the chat template refuses the messages,
@@ -184,6 +247,8 @@ async def _encode_conversation(target: Target, asked: Conversation, request: Req
     config = target.server.config
     if asked.pictures:
         _sight_of(target, asked).require_number(len(asked.pictures), "prompt")
+    if asked.sounds:
+        _sound_of(target, asked)
     if asked.template is not None and not config.trust_request_chat_template:
         raise InvalidRequestError(
             "This server accepts no chat template in a request. "
@@ -229,7 +294,7 @@ async def _encode_apart(
         return await asyncio.to_thread(inputs.encode_chat, text, separator, stand_in)
 
     # As `InputProcessor.chat_prompt`.
-    if not (count := count_pictures(given["messages"])):
+    if not (count := count_places(given["messages"])):
         return await encode(given)
     with suppress(InvalidRequestError):
         if inputs.count_places(token_ids := await encode(given)) == count:

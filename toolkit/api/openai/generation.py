@@ -50,6 +50,7 @@ class AnswerGroup:
 
     streams: Sequence[AnswerStream]
     n: int
+    hears: bool = False  # prompts have clips, not pictures
     num_tokens: int = 0
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -68,8 +69,11 @@ class AnswerGroup:
         cached = sum(stream.state.num_cached_tokens for stream in self.streams)
         total = prompt + self.num_tokens
         details = PromptTokensDetails(cached)
-        if pictures := sum(stream.state.num_picture_tokens for stream in self.streams):
-            details.image_tokens = pictures
+        features = sum(stream.state.num_feature_tokens for stream in self.streams)
+        if features and self.hears:
+            details.audio_tokens = features
+        elif features:
+            details.image_tokens = features
         usage = Usage(prompt, self.num_tokens, total, details)
         sequences = [one for stream in self.streams for one in stream.state.sequences]
         accepted = sum(one.num_accepted_drafts for one in sequences)
@@ -148,7 +152,7 @@ async def start_group(
         for stream in streams:
             stream.close()
         raise
-    return AnswerGroup(streams, params.n)
+    return AnswerGroup(streams, params.n, target.engine.info.hears)
 
 
 def _check_size(num_prompts: int, params: SamplingParams, max_model_len: int) -> None:

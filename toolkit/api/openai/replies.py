@@ -10,6 +10,7 @@ from toolkit.api.openai.tools import ToolCallDelta, ToolCallMessage
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
     image_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of pictures, if there are some
+    audio_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of sound, if there is some
 
 
 class CompletionTokensDetails(msgspec.Struct):

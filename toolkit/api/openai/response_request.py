@@ -41,7 +41,7 @@ from toolkit.api.openai.tools import (
     only_type,
     template_call,
 )
-from toolkit.engine.front.picture_places import content_of, require_picture_role
+from toolkit.engine.front.feature_places import IMAGE, content_of, require_role
 from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.structured_outputs import StructuredOutputsParams
@@ -272,7 +272,7 @@ def _content(content: str | list[InputPart | InputImage]) -> str | list[dict[str
     if isinstance(content, str):
         return content
     return content_of(
-        None if isinstance(part, InputImage) else part.text or part.refusal or ""
+        IMAGE if isinstance(part, InputImage) else part.text or part.refusal or ""
         for part in content
     )
 
@@ -289,7 +289,7 @@ def _pictures(items: Sequence[Item], name: str) -> Iterator[PictureUrl]:
         for number, part in enumerate([] if isinstance(content, str) else content):
             if isinstance(part, InputImage):
                 picture = part.to_url(f"{place}[{number}]")
-                require_picture_role(role, picture.param)
+                require_role(role, picture.param)
                 yield picture
 
 

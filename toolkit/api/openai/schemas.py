@@ -33,7 +33,7 @@ from toolkit.api.http.client_fields import (
     REFUSED_IN_GENERATION,
 )
 from toolkit.api.openai.beams import Beams
-from toolkit.api.openai.conversation import Conversation
+from toolkit.api.openai.conversation import Conversation, SoundFile
 from toolkit.api.openai.response_format import (
     ResponseFormat,
     Schema,
@@ -50,7 +50,7 @@ from toolkit.api.openai.tools import (
     only_type,
 )
 from toolkit.config.server import TEMPLATE_NAMES
-from toolkit.engine.front.picture_places import content_of, require_picture_role
+from toolkit.engine.front.feature_places import IMAGE, SOUND, content_of, require_role
 from toolkit.engine.front.pictures import PictureUrl
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sampling.params import MAX_STOP_STRINGS, BeamSearchParams, SamplingParams
@@ -416,7 +416,19 @@ class ImagePart(Body):
         return PictureUrl(self.image_url.url, f"{place}.image_url.url")
 
 
-PART_TYPES = ("text", "image_url", "refusal")
+class InputAudio(Body):
+    data: Text = Field(description="A sound file in base64")
+    format: Text | None = Field(None, description="Not read: the file shows what it is")
+
+
+class AudioPart(Body):
+    """Sound, in messages of the user and of tools."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+PART_TYPES = ("text", "image_url", "input_audio", "refusal")
 
 
 def _kind_of_part(part: Any) -> str:
@@ -427,6 +439,7 @@ def _kind_of_part(part: Any) -> str:
 Part = Annotated[
     Annotated[TextPart, Tag("(text)")]
     | Annotated[ImagePart, Tag("(image_url)")]
+    | Annotated[AudioPart, Tag("(input_audio)")]
     | Annotated[RefusalPart, Tag("(refusal)")],
     Discriminator(_kind_of_part),
 ]
@@ -438,8 +451,8 @@ def _check_part_types(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in PART_TYPES:
             raise ValueError(
-                "Only content parts of the types 'text' and 'image_url' are supported, not "
-                f"{kind[:32]!a}"
+                "Only content parts of the types 'text', 'image_url' and 'input_audio' are "
+                f"supported, not {kind[:32]!a}"
             )
     return content
 
@@ -473,11 +486,18 @@ class ChatMessage(Body):
     reasoning: Text | None = Field(None, description="Another name of reasoning_content")
 
     def to_template(self) -> dict[str, Any]:
-        """Leave empty fields out. The content is text, or parts if it has pictures.
+        """Leave empty fields out. The content is text, or parts if it has pictures or sound.
 
         The content of calls without any is none."""
         parts = self.content if isinstance(self.content, list) else [self.content]
-        texts = (None if isinstance(part, ImagePart) else _text(part) for part in parts)
+        texts = (
+            IMAGE
+            if isinstance(part, ImagePart)
+            else SOUND
+            if isinstance(part, AudioPart)
+            else _text(part)
+            for part in parts
+        )
         content = content_of(texts) or self.refusal or ""
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
@@ -496,8 +516,16 @@ class ChatMessage(Body):
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, ImagePart):
                 picture = part.to_url(f"{place}.content[{index}]")
-                require_picture_role(self.role, picture.param)
+                require_role(self.role, picture.param)
                 yield picture
+
+    def sounds(self, place: str) -> Iterator[SoundFile]:
+        """Yield the sound. `place`: the parameter of this message. Raises InvalidParamError."""
+        for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(part, AudioPart):
+                param = f"{place}.content[{index}].input_audio.data"
+                require_role(self.role, param, "clip")
+                yield SoundFile(part.input_audio.data, param)
 
 
 class Prediction(Body):
@@ -612,6 +640,11 @@ class ChatRequest(SamplingFields):
                 picture
                 for index, message in enumerate(self.messages)
                 for picture in message.pictures(f"messages[{index}]")
+            ],
+            sounds=[
+                sound
+                for index, message in enumerate(self.messages)
+                for sound in message.sounds(f"messages[{index}]")
             ],
             options=options,
             tools=use,
@@ -738,8 +771,8 @@ def _parse_biases(given: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def _text(content: str | Part | Sequence[Part] | None) -> str:
-    """Return the text of a message or of a part. A picture has none."""
-    if content is None or isinstance(content, ImagePart):
+    """Return the text of a message or of a part. Pictures and sound have none."""
+    if content is None or isinstance(content, ImagePart | AudioPart):
         return ""
     if isinstance(content, str):
         return content

@@ -134,6 +134,12 @@ def require_hearing(target: Target) -> HearingInfo:
     hearing = target.engine.info.hearing
     if hearing is not None:
         return hearing
+    if target.engine.info.sound is not None:
+        raise InvalidRequestError(
+            f"{target.name} hears in chats: send sound to /v1/chat/completions, as input_audio.",
+            param="model",
+            code="model_not_supported",
+        )
     others = [name for one in target.server.models if one.engine.info.hearing for name in one.names]
     hint = f" Send model as one of: {', '.join(others)}." if others else ""
     raise InvalidRequestError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,41 +15,102 @@ from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sequence import Feature
 from toolkit.speech.clip import SAMPLE_RATE, Clip
 from toolkit.speech.resample import resample
-from toolkit.speech.tokens import HearingInfo
+from toolkit.worker.info import SoundInfo, WorkerInfo
 
 PARAM = "multi_modal_data"
 MOST_THREADS = 16
 FRAME_SAMPLES = 320  # of a row that the encoder computes
 
 
-def require_clip(hearing: HearingInfo | None, prompt: object) -> Clip | None:
-    """Return the clip of a prompt; None if the model does not hear.
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """Samples at 16 kHz, or (samples, rate), and the parameter that has them."""
 
-    Raises InvalidRequestError if it has a clip and should not, or none and should."""
+    samples: Any
+    param: str
+
+
+def read_clips(info: WorkerInfo, prompt: object) -> list[Clip]:
+    """Return the clips of a prompt: one if the model transcribes.
+
+    Raises InvalidRequestError for clips that the model does not take, and if it lacks one."""
     data = prompt.get(PARAM) if isinstance(prompt, Mapping) else None
-    sound = data.get("audio") if isinstance(data, Mapping) else None
-    if hearing is None:
-        if sound is None:
-            return None
+    sounds = data.get("audio") if isinstance(data, Mapping) else None
+    if sounds is None:
+        sounds = []
+    elif not isinstance(sounds, list):
+        sounds = [sounds]
+    limits = info.hearing or info.sound
+    if limits is None:
+        if not sounds:
+            return []
         raise InvalidRequestError(
             "This model does not hear: the prompt has audio.",
             param=PARAM,
             code="model_not_supported",
         )
-    if isinstance(sound, list) and len(sound) == 1:
-        (sound,) = sound
-    if sound is None or (isinstance(sound, list) and not sound):
-        raise no_sound_error("prompt")
-    clip = _clip_of(sound)
-    if clip.seconds > hearing.seconds:
-        raise InvalidParamError(
-            PARAM,
-            f"has {clip.seconds:.1f} s of audio, and the model hears {hearing.seconds:g} s at "
-            "once. Split it, or use /v1/audio/transcriptions, which does.",
+    if info.hearing is not None and len(sounds) != 1:
+        if not sounds:
+            raise no_sound_error("prompt")
+        raise InvalidParamError(PARAM, f"has {len(sounds)} sounds, and the model hears one.")
+    clips = [_clip_of(sound) for sound in sounds]
+    for clip in clips:
+        if clip.seconds > limits.seconds:
+            how = ", or use /v1/audio/transcriptions, which does" if info.hearing else ""
+            raise InvalidParamError(
+                PARAM,
+                f"has {clip.seconds:.1f} s of audio, and the model hears {limits.seconds:g} s at "
+                f"once. Split it{how}.",
+            )
+        if not clip.num_samples:
+            raise InvalidParamError(PARAM, "has audio without samples.")
+    return clips
+
+
+def place_clips(
+    sound: SoundInfo, token_ids: list[int], clips: Sequence[Clip]
+) -> tuple[list[int], tuple[Feature, ...]]:
+    """Return a prompt with a placeholder for each row of a clip, and the features.
+
+    It has one placeholder for each clip, or all of them already. Raises InvalidRequestError."""
+    counts = [sound.num_rows(clip.num_samples) for clip in clips]
+    places = [at for at, token in enumerate(token_ids) if token == sound.token_id]
+    if len(places) == sum(counts):
+        return token_ids, _features(clips, _runs(places, counts))
+    if len(places) != len(clips):
+        raise InvalidRequestError(
+            f"The prompt has {len(places)} places for sound, and there are {len(clips)} clips.",
+            param="prompt",
         )
-    if not clip.num_samples:
-        raise InvalidParamError(PARAM, "has audio without samples.")
-    return clip
+    expanded: list[int] = []
+    runs, last = [], 0
+    for place, count in zip(places, counts, strict=True):
+        expanded += token_ids[last:place]
+        runs.append((len(expanded), count))
+        expanded += [sound.token_id] * count
+        last = place + 1
+    return [*expanded, *token_ids[last:]], _features(clips, runs)
+
+
+def _runs(places: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (first token, number of tokens) of each clip. Raises InvalidRequestError."""
+    runs, done = [], 0
+    for count in counts:
+        own = places[done : done + count]
+        if own[-1] - own[0] != count - 1:
+            raise InvalidRequestError(
+                f"A clip takes {count} tokens, and the prompt has others between them.",
+                param="prompt",
+            )
+        runs.append((own[0], count))
+        done += count
+    return runs
+
+
+def _features(clips: Sequence[Clip], runs: Sequence[tuple[int, int]]) -> tuple[Feature, ...]:
+    return tuple(
+        Feature(clip.digest, (run,), (run[1], 1)) for clip, run in zip(clips, runs, strict=True)
+    )
 
 
 def no_sound_error(param: str) -> InvalidRequestError:
@@ -70,13 +132,14 @@ def with_clips(prompts: Sequence[object]) -> list[Any]:
     def prepared(prompt: object) -> object:
         data = prompt.get(PARAM) if isinstance(prompt, Mapping) else None
         sound = data.get("audio") if isinstance(data, Mapping) else None
-        if sound is None or isinstance(sound, list):
+        if sound is None:
             return prompt
         assert isinstance(prompt, Mapping)
         assert isinstance(data, Mapping)
-        clip = _clip_of(sound)
-        _ = clip.digest  # which it keeps
-        return {**prompt, PARAM: {**data, "audio": clip}}
+        clips = [_clip_of(one) for one in (sound if isinstance(sound, list) else [sound])]
+        for clip in clips:
+            _ = clip.digest  # which it keeps
+        return {**prompt, PARAM: {**data, "audio": clips}}
 
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(prepared, prompts))

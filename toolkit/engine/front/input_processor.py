@@ -10,14 +10,20 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import msgspec
 
 from toolkit.config.engine import OUTPUT_LIMIT, ModelConfig
-from toolkit.engine.front.clips import feature_of, no_sound_error, require_clip, source_of
-from toolkit.engine.front.features import FeatureSource
-from toolkit.engine.front.picture_places import (
-    count_pictures,
+from toolkit.engine.front.clips import (
+    feature_of,
+    no_sound_error,
+    place_clips,
+    read_clips,
+    source_of,
+)
+from toolkit.engine.front.feature_places import (
+    count_places,
     frame_pictures,
     join_parts,
     placeholder,
 )
+from toolkit.engine.front.features import FeatureSource
 from toolkit.engine.front.pictures import Picture, Pictures
 from toolkit.engine.messages import EngineRequest
 from toolkit.errors import (
@@ -35,6 +41,7 @@ from toolkit.gguf.names import quantization_of
 from toolkit.sampling.logits_processors import check_arguments
 from toolkit.sampling.params import SamplingParams, default_sampling
 from toolkit.sequence import Adapter, Feature, SequenceSpec
+from toolkit.speech.clip import Clip
 from toolkit.text.tokenizer import Tokenizer, eos_token_ids
 from toolkit.worker import WorkerInfo
 
@@ -101,19 +108,18 @@ class InputProcessor:
         Unless it is streamed, the core may report all tokens at the end. Raises
         InvalidRequestError, for example for an empty prompt or a token outside the vocabulary."""
         self.require_generation()
-        clip = require_clip(self.info.hearing, prompt)
+        clips = read_clips(self.info, prompt)
         text, token_ids = self._tokenize(prompt, has_pictures=bool(pictures))
-        features: tuple[Feature, ...] = ()
         sources: dict[bytes, FeatureSource] = {one.digest: one.source for one in pictures}
-        if clip is not None:
-            features, sources = (feature_of(clip),), {clip.digest: source_of(clip)}
-        if pictures:
-            if params.truncate_prompt_tokens is not None:
+        sources |= {clip.digest: source_of(clip) for clip in clips}
+        features = tuple(feature_of(clip) for clip in clips)
+        if pictures or self.info.sound is not None:
+            if sources and params.truncate_prompt_tokens is not None:
+                what = "picture" if pictures else "clip"
                 raise InvalidParamError(
-                    "truncate_prompt_tokens", "could cut a picture. Leave it out."
+                    "truncate_prompt_tokens", f"could cut a {what}. Leave it out."
                 )
-            assert self.pictures is not None, "there are pictures"
-            token_ids, features = self.pictures.expand(token_ids, pictures)
+            token_ids, features = self._expand(token_ids, pictures, clips)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
         max_prompt_tokens = self._max_prompt_tokens(params)
@@ -161,6 +167,15 @@ class InputProcessor:
         )
         request = EngineRequest(id=request_id or uuid.uuid4().hex, spec=spec)
         return Prepared(text, request, sources)
+
+    def _expand(
+        self, token_ids: list[int], pictures: Sequence[Picture], clips: Sequence[Clip]
+    ) -> tuple[list[int], tuple[Feature, ...]]:
+        """Return a prompt with all tokens of its pictures or clips, and its features."""
+        if self.info.sound is not None:
+            return place_clips(self.info.sound, token_ids, clips)
+        assert self.pictures is not None, "there are pictures"
+        return self.pictures.expand(token_ids, pictures)
 
     def _tokenize_prediction(self, prediction: str | None) -> list[int]:
         """Return a prediction's tokens, if a drafter reads them."""
@@ -285,8 +300,8 @@ class InputProcessor:
         """Return the tokens of a conversation. For options see `ChatTemplates.render`.
 
         Only the template can write special tokens. In messages, tools and other options they are
-        ordinary text, unless `allow_special_tokens`. A picture (see `picture_places`) is one
-        token."""
+        ordinary text, unless `allow_special_tokens`. A picture or clip (see `feature_places`) is
+        one token."""
         tokenizer = self.require_tokenizer()
 
         def encode(given: dict[str, Any], stand_in: str = "") -> list[int]:
@@ -297,7 +312,7 @@ class InputProcessor:
             return self.encode_chat(text, separator, stand_in)
 
         given = {"messages": messages, **options}
-        if not (count := count_pictures(messages)):
+        if not (count := count_places(messages)):
             return encode(given)
         with suppress(InvalidRequestError):
             if self.count_places(token_ids := encode(given)) == count:
@@ -305,18 +320,20 @@ class InputProcessor:
         return encode(*join_parts(given))
 
     def count_places(self, token_ids: Sequence[int]) -> int:
-        """Return the number of places for pictures in a prompt."""
-        return 0 if self.info.sight is None else token_ids.count(self.info.sight.token_id)
+        """Return the number of places for pictures or clips in a prompt."""
+        limits = self.info.sight or self.info.sound
+        return 0 if limits is None else token_ids.count(limits.token_id)
 
     def encode_chat(self, text: str, separator: str | None, stand_in: str = "") -> list[int]:
-        """Return the tokens of a rendered conversation. `stand_in`: see `picture_places`.
+        """Return the tokens of a rendered conversation. `stand_in`: see `feature_places`.
 
         Raises InvalidRequestError."""
         self.check_length(text)
         tokenizer = self.require_tokenizer()
+        limits = self.info.sight or self.info.sound
+        if limits is not None and stand_in:
+            text = text.replace(stand_in, placeholder(tokenizer, limits.token_id))
         if self.info.sight is not None:
-            if stand_in:
-                text = text.replace(stand_in, placeholder(tokenizer, self.info.sight.token_id))
             text = frame_pictures(tokenizer, self.info.sight.tokens, text)
         return tokenizer.encode_chat(text, separator)
 

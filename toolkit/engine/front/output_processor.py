@@ -133,7 +133,7 @@ class RequestState:
     num_finished: int = 0
     has_prompt_logprobs: bool = False
     num_prompt_logprobs: int = 0  # prompt positions that have been reported
-    num_picture_tokens: int = 0  # in the prompt
+    num_feature_tokens: int = 0  # of pictures or clips in the prompt
 
     @property
     def is_finished(self) -> bool:
@@ -179,7 +179,7 @@ class OutputProcessor:
         """Register a request and number its sequences."""
         params = request.spec.params
         state = RequestState(request.id, prompt, request.spec.prompt_token_ids, params)
-        state.num_picture_tokens = sum(one.num_rows for one in request.spec.features)
+        state.num_feature_tokens = sum(one.num_rows for one in request.spec.features)
         request.number = self._next_number
         self._next_number += params.n
         record_size = 0 if params.logprobs is None else 4 * record_length(params.logprobs)

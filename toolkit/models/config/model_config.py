@@ -34,6 +34,8 @@ class ArchitectureConfig(msgspec.Struct, kw_only=True):
     is_wrapped: bool = False  # the checkpoint also has a tower. Not in the file
     sight: Any = None
     """`models.config.towers.Sight` of a model whose tower tk runs. Not in the file."""
+    sound: Any = None
+    """`models.config.sounds.Sound` of a model whose tower for clips tk runs. Not in the file."""
     packings: Any = None
     """`weights.formats.Packings` of a quantized checkpoint. Not in the file."""
 

@@ -18,6 +18,7 @@ from toolkit import plugins
 from toolkit.errors import CheckpointError, PluginError
 from toolkit.models import architectures
 from toolkit.models.config.model_config import ArchitectureConfig
+from toolkit.models.config.sounds import PROJECTOR, TOWER, find_sound
 from toolkit.models.config.towers import find_sight
 from toolkit.models.config.unread import find_unknown
 from toolkit.models.config.wrapped import decoder_of, text_config
@@ -153,6 +154,7 @@ def parse_config(raw: dict[str, Any], model_impl: str = "auto") -> ArchitectureC
     except _OF_WRONG_VALUES as error:
         raise ValueError(_of_a_field(error)) from error
     config.is_wrapped, config.sight = is_wrapped, find_sight(whole, config)
+    config.sound = find_sound(whole, config) if is_wrapped else None
     config.model_type = _kind(raw)
     known = _module(config.model_type).ARCHITECTURES
     config.architectures = [name for name in config.architectures if name in known]
@@ -178,7 +180,10 @@ def describe(config: ArchitectureConfig) -> Decoder | Encoder | External:
         raise
     if isinstance(description, Decoder) and config.is_wrapped:
         axes = () if config.sight is None else config.sight.axes
-        description = replace(description, unused=(*description.unused, *TOWERS), axes=axes)
+        sound = None if config.sound is None else config.sound.tower
+        read = "" if sound is None else f"{TOWER}.{PROJECTOR}."
+        unused = *description.unused, *(part for part in TOWERS if part not in read)
+        description = replace(description, unused=unused, axes=axes, sound=sound)
     if isinstance(description, Decoder) and not has_head(config):
         unused = (*description.unused, "lm_head.", "embed_out.")
         return replace(description, head=Head(), unused=unused)

@@ -18,6 +18,7 @@ _DECODERS: Mapping[str, Mapping[str | None, str]] = {
     "llama4": {"llama4_text": "llama4_text", None: "llama4_text"},
     "llava": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", None: "llama"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", None: "mistral"},
+    "qwen3_asr": {"qwen3": "qwen3", None: "qwen3"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2", None: "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2", None: "qwen2"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text", None: "qwen3_5_text"},
@@ -31,9 +32,14 @@ _TIED_BY_EITHER = ("llava",)
 """Models whose head is tied if config.json or its text_config says so."""
 WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", *QUANTIZATION_FIELDS)
 """Fields of config.json that hold for the decoder, too, and come before its own."""
-_OF_TOWER = ("text_config", "vision_config", "perceiver_config", "pixel_shuffle_factor")
-"""Fields next to a decoder's. SmolVLM has the last two in its text_config: earlier versions' tower.
-"""
+_OF_TOWER = (
+    "text_config",
+    "vision_config",
+    "audio_config",
+    "perceiver_config",
+    "pixel_shuffle_factor",
+)
+"""Fields next to a decoder's. SmolVLM's text_config has the last two: earlier versions' tower."""
 _AXES = ("mrope_section", "mrope_interleaved")
 """Parts of a rotation by three axes, which are equal for text."""
 

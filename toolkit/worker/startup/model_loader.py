@@ -23,9 +23,11 @@ from toolkit.models.model import CausalLM, Model
 from toolkit.models.tower import TowerModel
 from toolkit.weights.loading.loader import find_weights
 from toolkit.worker.adapter_reading import find_slot_size
+from toolkit.worker.features import FeaturePlan, FeatureTable
 from toolkit.worker.startup.loading import Fill, Loading
 from toolkit.worker.startup.memory_budget import require_weights_fit
 from toolkit.worker.startup.setup import Setup, use_stream
+from toolkit.worker.startup.sounds import SoundPlan
 from toolkit.worker.startup.towers import TowerPlan, find_tower_weights
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class ModelLoader:
         self._setup = setup
         self.sketch = self._sketch(setup.place.stage, setup.place.group)
         self._require_hearing()
-        self.sight = TowerPlan.of(setup)
+        self.sight, self.sound = TowerPlan.of(setup), SoundPlan.of(setup)
         self._require_adapters()
 
     def load(self, drafter_bytes: int) -> LoadedModel:
@@ -110,6 +112,17 @@ class ModelLoader:
             memory.trim_heap()
             loaded.weight_bytes = model.nbytes + (loaded.tower.nbytes if loaded.tower else 0)
         return loaded
+
+    def features(self, loaded: LoadedModel) -> tuple[FeaturePlan, FeatureTable | None] | None:
+        """Return what prompts may have, and the table of rows; None if they are text."""
+        model, device = loaded.model, self._setup.device
+        if self.sight is not None:
+            tower = loaded.tower
+            return self.sight, None if tower is None else self.sight.table(tower, device)
+        if self.sound is not None and isinstance(model, Decoder):
+            sound = model.sound
+            return self.sound, None if sound is None else self.sound.table(sound, device)
+        return None
 
     def _add_tower(
         self, loaded: LoadedModel, sight: TowerPlan, fill: Fill, names: Collection[str]
@@ -206,14 +219,17 @@ class ModelLoader:
 
     def _require_hearing(self) -> None:
         """Raise ConfigError for settings that do not go with an encoder of clips."""
-        if not isinstance(self.sketch, Decoder) or self.sketch.encoder is None:
+        if not isinstance(self.sketch, Decoder):
             return
-        name = self.sketch.architecture
-        if self._setup.config.lora.is_enabled:
+        name, encoder = self.sketch.architecture, self.sketch.encoder
+        has_tower = self._setup.model_config.sound is not None
+        if self._setup.config.lora.is_enabled and (has_tower or encoder is not None):
             raise ConfigError(
                 f"LoRA adapters of {name} are not supported: it encodes clips apart from requests.",
                 param="enable_lora",
             )
+        if encoder is None:
+            return
         if self._setup.config.model.pooling is not None:
             raise ConfigError(
                 f"--pooling: {name} transcribes clips and has no embeddings. Leave it out.",

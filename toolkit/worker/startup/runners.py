@@ -16,12 +16,11 @@ from toolkit.models.config.registry import describe
 from toolkit.models.decoder import Decoder
 from toolkit.models.memory import MemoryLayout, TokenMemory
 from toolkit.models.model import CausalLM, Model
-from toolkit.models.tower import TowerModel
 from toolkit.sampling.processor_rows import Loaded
 from toolkit.worker.batch_state import BatchState
 from toolkit.worker.clips import Clips
 from toolkit.worker.drafter import Drafter, ModelDrafter, PromptLookup
-from toolkit.worker.features import FeatureRequests
+from toolkit.worker.features import FeaturePlan, FeatureRequests, FeatureTable
 from toolkit.worker.graph_policy import GraphPolicy
 from toolkit.worker.kv_cache import KVCache, RowStates, choose_cache_dtype
 from toolkit.worker.runner import Runner
@@ -29,7 +28,6 @@ from toolkit.worker.startup import drafters
 from toolkit.worker.startup.cache_sizing import CacheSize
 from toolkit.worker.startup.hearing import describe_hearing, speech_rules
 from toolkit.worker.startup.setup import Setup
-from toolkit.worker.startup.towers import TowerPlan
 from toolkit.worker.step_sampler import StepSampler
 
 logger = logging.getLogger(__name__)
@@ -62,16 +60,13 @@ class RunnerFactory:
         processors: Loaded,
         adapters: Adapters | None = None,
         drafter: drafters.Loaded | None = None,
-        sight: tuple[TowerPlan, TowerModel | None] | None = None,
+        features: tuple[FeaturePlan, FeatureTable | None] | None = None,
     ) -> None:
-        """sight: the tower, on the first pipeline stage."""
+        """features: those of prompts, with the table of their rows on the first pipeline stage."""
         self._setup, self._model, self._processors = setup, model, processors
         self._adapters, self._drafter = adapters, drafter
-        self._has_axes = sight is not None and bool(sight[0].sight.axes)
-        self._both_ways = sight is not None and sight[0].sight.both_ways
-        self._sight, self._table = None if sight is None else sight[0], None
-        if sight is not None and (tower := sight[1]) is not None:
-            self._table = sight[0].table(tower, setup.device)
+        self._features = None if features is None else features[0]
+        self._table = None if features is None else features[1]
         self._block_size = setup.config.cache.block_size
         self._cache_dtype, self.backends = choose_attention(setup, model)
         logger.info("attention backend %s", self.backends.why)
@@ -103,7 +98,7 @@ class RunnerFactory:
         num_rows, spare = self._setup.max_num_seqs + 1, 0
         if self._drafter is not None:
             spare = self._spare_pages(self._drafter, num_rows)
-        table = self._sight.table_bytes if self._table is not None and self._sight else 0
+        table = self._features.table_bytes if self._table is not None and self._features else 0
         return table + spare * self.layout.drafts.block_bytes
 
     def _spare_pages(self, drafter: drafters.Loaded, num_rows: int) -> int:
@@ -141,16 +136,16 @@ class RunnerFactory:
             groups=self.layout.groups,
             most_drafts=policy.most_drafts,
             num_state_slots=size.num_state_slots,
-            has_axes=self._has_axes,
+            has_axes=self._features is not None and self._features.has_axes,
         )
         features: FeatureRequests | None = None
-        if self._sight is not None:
+        if self._features is not None:
             features = FeatureRequests(
                 setup.max_num_seqs,
                 state.max_tokens,
                 setup.device,
-                has_axes=self._has_axes,
-                both_ways=self._both_ways,
+                has_axes=self._features.has_axes,
+                both_ways=self._features.both_ways,
                 table=self._table,
                 looks_ahead=self._drafter is not None and self._drafter.network.reads_features,
             )

@@ -92,6 +92,14 @@ class TowerPlan:
             )
 
     @property
+    def has_axes(self) -> bool:
+        return bool(self.sight.axes)
+
+    @property
+    def both_ways(self) -> bool:
+        return self.sight.both_ways
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of the table of rows."""
         return self.num_pages * self.page_bytes
@@ -136,6 +144,8 @@ def read_pictures(
     None if its prompts are text. Raises CheckpointError if they cannot be used."""
     sight = config.sight
     if not config.is_wrapped or not given.most_pictures:
+        return None
+    if sight is None and config.sound is not None:
         return None
     if sight is None:
         logger.warning("the model's tower for pictures is left out: prompts are text")

@@ -1,100 +1,114 @@
-"""Pictures in the messages of a conversation, as chat templates take them.
+"""Pictures and clips in the messages of a conversation, as chat templates take them.
 
-The content of a message with pictures is a list of parts: {"type": "text", "text": ...} and
-{"type": "image"}, for which templates of models that see write the model's placeholder. For a
-template that reads no parts, the content is text with a stand-in for each picture: a character that
-no message has. It becomes the placeholder after the template was rendered, since a placeholder in a
-message is ordinary text."""
+The content of a message with some is a list of parts: {"type": "text", "text": ...}, and
+{"type": "image"} or {"type": "audio"}, for which templates of models that see or hear write the
+model's placeholder. For a template that reads no parts, the content is text with a stand-in for
+each place: a character that no message has. It becomes the placeholder after the template was
+rendered, since a placeholder in a message is ordinary text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from toolkit.engine.front.clips import Sound
 from toolkit.engine.front.pictures import PictureImage, PictureUrl
 from toolkit.errors import InvalidParamError
 from toolkit.pictures.tokens import JOINT, PictureTokens
 from toolkit.text.tokenizer import Tokenizer, unused_character
 
-IMAGE = {"type": "image"}
-ROLES = ("user", "tool")  # of messages that may have pictures
-_AROUND = {"<|image_pad|>": ("<|vision_start|>", "<|vision_end|>")}
+IMAGE, SOUND = {"type": "image"}, {"type": "audio"}  # places
+ROLES = ("user", "tool")  # of messages that may have some
+_AROUND = {
+    "<|image_pad|>": ("<|vision_start|>", "<|vision_end|>"),
+    "<|audio_pad|>": ("<|audio_start|>", "<|audio_end|>"),
+}
 """Special tokens around the placeholders of some models."""
 
 
-def content_of(parts: Iterable[str | None], joint: str = "") -> str | list[dict[str, str]]:
-    """Return the content of a message; None in `parts` is a picture.
+def content_of(
+    parts: Iterable[str | dict[str, str]], joint: str = ""
+) -> str | list[dict[str, str]]:
+    """Return the content of a message of texts and places.
 
-    Texts without a picture between them are joined. Without pictures the content is text."""
+    Texts without a place between them are joined. Without places the content is text."""
     content: list[dict[str, str]] = []
     texts: list[str] = []
     for part in parts:
-        if part is not None:
+        if isinstance(part, str):
             texts.append(part)
             continue
         content += _text_part(texts, joint)
-        content.append(IMAGE)
+        content.append(part)
         texts = []
     if not content:
         return joint.join(texts)
     return [*content, *_text_part(texts, joint)]
 
 
-def require_picture_role(role: object, param: str) -> None:
-    """Raise InvalidParamError for a picture in a message of another role."""
+def require_role(role: object, param: str, what: str = "picture") -> None:
+    """Raise InvalidParamError for a picture or a clip in a message of another role."""
     if role not in ROLES:
         raise InvalidParamError(
             param,
-            f"is a picture in a message of the role {str(role)[:64]!a}. Send pictures in messages "
+            f"is a {what} in a message of the role {str(role)[:64]!a}. Send {what}s in messages "
             "of the roles user and tool.",
         )
 
 
-def split_pictures(
+def split_features(
     messages: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, Any]], list[PictureUrl | PictureImage]]:
-    """Return messages for a template, and the pictures in their parts: see `LLM.chat`.
+) -> tuple[list[dict[str, Any]], list[PictureUrl | PictureImage], list[Sound]]:
+    """Return messages for a template, and the pictures and sounds in their parts: see `LLM.chat`.
 
     Raises InvalidParamError."""
     changed: list[Any] = []
     pictures: list[PictureUrl | PictureImage] = []
+    sounds: list[Sound] = []
     for index, message in enumerate(messages):
         place = f"messages[{index}].content"
         parts = [
-            _picture_in(part, f"{place}[{number}]") or part
+            _feature_in(part, f"{place}[{number}]") or part
             for number, part in enumerate(_parts_of(message))
         ]
         found = [part for part in parts if not isinstance(part, dict)]
         if found:
-            require_picture_role(message.get("role"), found[0].param)
+            what = "clip" if isinstance(found[0], Sound) else "picture"
+            require_role(message.get("role"), found[0].param, what)
             texts = (
-                _text_in(part, f"{place}[{number}]") if isinstance(part, dict) else None
+                _text_in(part, f"{place}[{number}]")
+                if isinstance(part, dict)
+                else (SOUND if isinstance(part, Sound) else IMAGE)
                 for number, part in enumerate(parts)
             )
             message = {**message, "content": content_of(texts)}
         changed.append(message)
-        pictures += found
-    return changed, pictures
+        for one in found:
+            if isinstance(one, Sound):
+                sounds.append(one)
+            else:
+                pictures.append(one)
+    return changed, pictures, sounds
 
 
-def count_pictures(messages: Sequence[Mapping[str, Any]]) -> int:
-    return sum(part == IMAGE for message in messages for part in _parts_of(message))
+def count_places(messages: Sequence[Mapping[str, Any]]) -> int:
+    return sum(part in (IMAGE, SOUND) for message in messages for part in _parts_of(message))
 
 
 def join_parts(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return options of a template whose messages are text, and the stand-in for pictures."""
+    """Return options of a template whose messages are text, and the stand-in for places."""
     stand_in = unused_character(options)
     messages = []
     for message in options["messages"]:
         if parts := list(_parts_of(message)):
-            texts = (stand_in if part == IMAGE else part.get("text", "") for part in parts)
+            texts = (stand_in if part in (IMAGE, SOUND) else part.get("text", "") for part in parts)
             message = {**message, "content": "".join(texts)}
         messages.append(message)
     return {**options, "messages": messages}, stand_in
 
 
 def placeholder(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of a picture's place, with what the model expects around it."""
+    """Return the text of a place, with what the model expects around it."""
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     before, after = _AROUND.get(text, ("", ""))
     if not (tokenizer.is_special_text(before) and tokenizer.is_special_text(after)):
@@ -119,9 +133,11 @@ def frame_pictures(tokenizer: Tokenizer, tokens: PictureTokens, text: str) -> st
     )
 
 
-def _picture_in(part: Mapping[str, Any], param: str) -> PictureUrl | PictureImage | None:
-    """Return the picture of a part; None if it is another part. Raises InvalidParamError."""
+def _feature_in(part: Mapping[str, Any], param: str) -> PictureUrl | PictureImage | Sound | None:
+    """Return the picture or sound of a part; None if it has text. Raises InvalidParamError."""
     kind = part.get("type")
+    if kind == "audio":
+        return Sound(part.get("audio"), f"{param}.audio")
     if kind not in ("image_url", "image_pil", "image"):
         return None
     value, param = part.get(kind), f"{param}.{kind}"
@@ -138,7 +154,7 @@ def _text_in(part: Mapping[str, Any], param: str) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidParamError(
-            param, f"must be text or a picture, not a part of the type {part.get('type')!r}"
+            param, f"must be text, a picture or sound, not a part of the type {part.get('type')!r}"
         )
     return text
 
