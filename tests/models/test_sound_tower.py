@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import asr, checkpoints, engines, hearing
 from toolkit import LLM, SamplingParams
@@ -24,6 +26,14 @@ LENGTHS = (16000, 100, 8000, 41234, 79999, 16160)
 CLIPS = [hearing.sound(seed, length) for seed, length in enumerate(LENGTHS)]
 PROMPTS = [([40 + i, 7, asr.SOUND, 99, i], [clip]) for i, clip in enumerate(CLIPS)]
 PROMPTS += [([asr.SOUND, 5, asr.SOUND], [CLIPS[0], CLIPS[3]]), ([9, asr.SOUND], [CLIPS[0]])]
+NAMES = {
+    "model.language_model.": "thinker.model.",
+    "lm_head.": "thinker.lm_head.",
+    "model.audio_tower.": "thinker.audio_tower.",
+    "model.multi_modal_projector.linear_1.": "thinker.audio_tower.proj1.",
+    "model.multi_modal_projector.linear_2.": "thinker.audio_tower.proj2.",
+}
+"""Parts of names of Transformers, and of Qwen."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=asr.COUNT, ignore_eos=True)
 CASES: list[dict[str, Any]] = [
     {"async_scheduling": True, "max_num_batched_tokens": 24, "max_num_seqs": 3},
@@ -84,6 +94,32 @@ def test_another_model_differs_in_each_size(tmp_path):
     llm = LLM(str(checkpoints.save(model, tmp_path)), device="cpu", dtype="float32")
     prompts = PROMPTS[2:7]
     assert ask(llm, prompts) == [asr.answer(model, *one) for one in prompts]
+    llm.shutdown()
+
+
+def test_checkpoints_of_qwen_are_read(tmp_path):
+    """Their names and nesting, as Transformers' script converts them."""
+    folder = asr.save(tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    thinker = {name: raw.pop(name) for name in ("audio_config", "text_config", "audio_token_id")}
+    del raw["tie_word_embeddings"]
+    audio, text = thinker["audio_config"], thinker["text_config"]
+    audio |= {"max_source_positions": 1500, "conv_chunksize": 500, "num_hidden_layers": 2}
+    del audio["max_position_embeddings"]
+    text |= {"model_type": "qwen3_asr_text", "num_experts": 128, "num_experts_per_tok": 8}
+    rope = {"mrope_interleaved": True, "interleaved": True, "mrope_section": [3, 3, 2]}
+    text["rope_parameters"] |= rope | {"type": "default"}
+    raw |= {"thinker_config": thinker, "support_languages": ["German"]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for own, theirs in NAMES.items():
+            name = name.replace(own, theirs)
+        renamed[name] = tensor
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    llm = LLM(str(folder), device="cpu", dtype="float32")
+    model = asr.reference()
+    assert ask(llm, PROMPTS[:2]) == [asr.answer(model, *one) for one in PROMPTS[:2]]
     llm.shutdown()
 
 

@@ -384,6 +384,15 @@ class TestTemplateSources:
             assert ours.render_chat(messages, tools=tools) == expected
         assert expected == "for tools"
 
+    def test_a_processor_s_template_wins_over_the_config(self, folder, tmp_path):
+        """Models that see or hear may have it alone, or one for text next to it."""
+        made = make(folder, "of the config", tmp_path)
+        (made / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+        messages = [{"role": "user", "content": "x"}]
+        assert Tokenizer(made).render_chat(messages) == "of the processor"
+        (made / "chat_template.jinja").write_text("of the file")
+        assert Tokenizer(made).render_chat(messages) == "of the file"
+
     def test_folder_without_templates_has_none(self, folder, tmp_path):
         assert read_templates(tmp_path, {}) == {}
         with pytest.raises(InvalidRequestError) as caught:

@@ -74,14 +74,19 @@ def chat_template(checkpoint: Checkpoint) -> str | None:
     own = checkpoint.read("chat_template.jinja")
     if own:
         return own
-    named = _json(checkpoint.read("tokenizer_config.json")).get("chat_template")
+    files = "chat_template.json", "tokenizer_config.json"
+    named = next((found for file in files if (found := _template_in(checkpoint, file))), None)
     if isinstance(named, list):
         several = {one.get("name"): one.get("template") for one in named if isinstance(one, dict)}
         named = several.get("default", next(iter(several.values()), None))
     if named is None and checkpoint.folder is not None:
-        files = (checkpoint.folder / "additional_chat_templates").glob("*.jinja")
-        named = next((read_text(file, errors="replace") for file in sorted(files)), None)
+        others = (checkpoint.folder / "additional_chat_templates").glob("*.jinja")
+        named = next((read_text(file, errors="replace") for file in sorted(others)), None)
     return named if isinstance(named, str) else None
+
+
+def _template_in(checkpoint: Checkpoint, file: str) -> Any:
+    return _json(checkpoint.read(file)).get("chat_template")
 
 
 def tokenizer(checkpoint: Checkpoint) -> str | None:

@@ -16,6 +16,7 @@ from toolkit.inventory.checkpoint import TYPES, Checkpoint, Tensor, read_folder
 from toolkit.inventory.remote_gguf import read_remote
 from toolkit.lora.files import CONFIG
 from toolkit.models.config.overrides import add_quantization
+from toolkit.models.config.wrapped import unnest
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
                 )
 
         add_quantization(raw, read)
+        raw = unnest(raw)
         try:
             headers = api.get_safetensors_metadata(name, revision=revision).files_metadata.values()
         except NotASafetensorsRepoError:

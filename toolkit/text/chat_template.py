@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ConfigError
-from toolkit.files import failure, read_text
+from toolkit.files import failure, parse_json, read_text
 from toolkit.text.template_sandbox import compile_template, run
 
 _END_MARKER = "END_OF_THE_TEXT_TO_CONTINUE "
@@ -178,8 +178,9 @@ def describe(error: Exception) -> str:
 def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
     """Return a folder's templates by name.
 
-    They are in `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or in
-    tokenizer_config.json."""
+    They are in `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else in
+    chat_template.json (of processors, for models that see or hear), else in tokenizer_config.json.
+    Raises ValueError and TypeError for files that cannot be used."""
     files = {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
@@ -187,6 +188,10 @@ def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, 
         files.setdefault("default", folder / "chat_template.jinja")
     if files:
         return _of_bounded_size({name: read_text(path) for name, path in files.items()})
+    if (processor := folder / "chat_template.json").is_file():
+        given = parse_json(read_text(processor))
+        if isinstance(given, dict) and given.get("chat_template"):
+            return templates_by_name(given["chat_template"])
     return templates_by_name(tokenizer_config.get("chat_template"))
 
 

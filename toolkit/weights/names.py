@@ -12,6 +12,11 @@ _LLAVA_TOWER = re.compile(
     r"(?:model\.)?(?:(vision_tower\.)(?:vision_model\.)?"
     r"|(multi_modal_projector\.|vision_model\.|connector\.))"
 )
+_THINKER = "thinker."  # of Qwen3-ASR's own checkpoints
+_PROJECTIONS = {
+    "audio_tower.proj1.": "multi_modal_projector.linear_1.",
+    "audio_tower.proj2.": "multi_modal_projector.linear_2.",
+}
 _NESTED = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 _DOT = r"\\?\.(?![*+?{])"  # of a regular expression, that stands for one character
 _NESTED_EXPRESSION = re.compile(
@@ -24,6 +29,12 @@ def text_name(name: str) -> str:
     """Return the name of a tensor or module in a checkpoint of the decoder alone.
 
     Those of LLaVA's tower, and of others like it, lose parts that only some checkpoints have."""
+    if name.startswith(_THINKER):
+        name = name.removeprefix(_THINKER)
+        part = next((one for one in _PROJECTIONS if name.startswith(one)), None)
+        if part is not None:
+            return _PROJECTIONS[part] + name.removeprefix(part)
+        return f"model.{name}" if is_of_tower(name) else name
     if (prefix := _NESTED.match(name)) is None:
         found = _LLAVA_TOWER.match(name)
         return name if found is None else (found[1] or found[2]) + name[found.end() :]

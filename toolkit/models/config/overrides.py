@@ -7,7 +7,7 @@ from typing import Any
 from toolkit.errors import CheckpointError
 from toolkit.files import parse_json
 from toolkit.gguf.folder import is_gguf, read_file
-from toolkit.models.config.wrapped import WHOLE, decoder_of
+from toolkit.models.config.wrapped import WHOLE, decoder_of, unnest
 from toolkit.weights.formats import QUANTIZATION_FIELDS
 
 QUANTIZATION_FILES = {
@@ -35,7 +35,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> di
         add_quantization(raw, lambda name: read_file(folder, name))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return override(raw, overrides)
+    return override(unnest(raw), overrides)
 
 
 def add_quantization(raw: dict[str, Any], read: Callable[[str], str | None]) -> None:

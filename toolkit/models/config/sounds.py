@@ -42,6 +42,10 @@ class Config(msgspec.Struct, kw_only=True):
     output_dim: Size = 3584
     downsample_hidden_size: Size = 480
     max_position_embeddings: Size = 13
+    # Change nothing, in Qwen's own config.json
+    conv_chunksize: Size = 500
+    max_source_positions: Size = 1500
+    num_hidden_layers: Size = 24
 
     def __post_init__(self) -> None:
         head_size(self.d_model, self.encoder_attention_heads)  # refuses what cannot be split

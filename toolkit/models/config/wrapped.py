@@ -40,8 +40,31 @@ _OF_TOWER = (
     "pixel_shuffle_factor",
 )
 """Fields next to a decoder's. SmolVLM's text_config has the last two: earlier versions' tower."""
-_AXES = ("mrope_section", "mrope_interleaved")
+_AXES = ("mrope_section", "mrope_interleaved", "interleaved")
 """Parts of a rotation by three axes, which are equal for text."""
+
+
+_OF_EXPERTS = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+    *("norm_topk_prob", "mlp_only_layers", "shared_expert_intermediate_size"),
+)
+"""Fields that Qwen3-ASR's text_config has from Qwen3-Omni's, and that it does not read."""
+
+
+def unnest(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return Qwen3-ASR's config.json as Transformers has it; others as they are.
+
+    Qwen's own (github.com/QwenLM/Qwen3-ASR) has the fields in `thinker_config`."""
+    thinker = raw.get("thinker_config")
+    if raw.get("model_type") != "qwen3_asr" or not isinstance(thinker, dict):
+        return raw
+    rest = {name: raw[name] for name in raw if name not in ("thinker_config", "support_languages")}
+    found = {**thinker, **rest}
+    if isinstance(text := thinker.get("text_config"), dict):
+        unread = ("model_type", *_OF_EXPERTS)
+        found["text_config"] = {name: text[name] for name in text if name not in unread}
+        found.setdefault("tie_word_embeddings", text.get("tie_word_embeddings", True))
+    return found
 
 
 def decoder_of(raw: Mapping[str, Any]) -> str | None:
