@@ -59,9 +59,10 @@ class CPUKernels(Kernels):
     """Entries of CPUs, in C++ and NumPy. Layers prepare products and norms (`kernels.cpu`)."""
 
     def __init__(self) -> None:
-        from toolkit.kernels.cpu import state
+        from toolkit.kernels.cpu import speech, state
 
         super().__init__()
+        self.speech_rules = speech.speech_rules
         self.sample = state.sample
         self.copy_runs = state.copy_runs
         self.expand_inputs = state.expand_inputs

@@ -1,4 +1,4 @@
-"""Rules of transcriptions: the reference against Transformers' processors, Triton against it."""
+"""Rules of transcriptions: the reference against Transformers' processors, kernels against it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import reference
+from toolkit.kernels.cpu import speech
 from toolkit.kernels.reference import SpeechRules
 
 VOCAB = 150
@@ -161,6 +162,14 @@ def test_answers_begin_with_an_early_timestamp():
     found = example.run(reference.speech_rules, CPU, rules(CPU, last_initial_timestamp=112))
     allowed = found[0].isfinite().nonzero()[:, 0].tolist()
     assert allowed == [110, 111, 112]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("likelier", LIKELIER)
+def test_rules_on_a_cpu_equal_reference(likelier, dtype):
+    example = step(dtype, likelier=likelier)
+    found = example.run(speech.speech_rules, CPU, rules(CPU))
+    assert torch.equal(found, example.run(reference.speech_rules, CPU, rules(CPU)))
 
 
 @pytest.mark.on_cpu("0.0-torch.float32", "-3.0-torch.bfloat16")
