@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +120,8 @@ def test_standard_input_is_a_file(url, monkeypatch, capfd):
         ({"files": ()}, "There is no file"),
         ({"files": ("-", "-")}, "can be transcribed once"),
         ({"files": ("a.wav", "b.wav"), "format": "srt"}, "need --output DIR"),
-        ({"files": ("a/x.wav", "b/x.wav"), "output": "."}, "have the same name"),
+        ({"files": ("a/x.wav", "b/x.wav"), "output": "."}, "same name.*: a/x.wav, b/x.wav"),
+        ({"files": ("a.wav", "b.wav"), "output": "x.txt"}, "must be a folder"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], message):
@@ -127,8 +130,49 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], 
 
 
 def test_files_that_differ_in_their_ending_keep_it(tmp_path):
-    config = TranscribeConfig(files=("x.wav", "y/x.mp3"), output=str(tmp_path))
-    assert [one.output.name for one in command.make_jobs(config)] == ["x.wav.txt", "x.mp3.txt"]
+    config = TranscribeConfig(files=("x.wav", "y/x.mp3", "z.wav"), output=str(tmp_path))
+    outputs = [one.output.name for one in command.make_jobs(config)]
+    assert outputs == ["x.wav.txt", "x.mp3.txt", "z.txt"]
+
+
+def test_the_transcript_of_one_file_may_have_a_name(url, files, tmp_path, tk_here):
+    path = tmp_path / "new" / "one.srt"
+    done = tk_here("transcribe", files[1], "--url", url, "-f", "srt", "-o", str(path))
+    assert done.stdout == f"{path}\n"
+    assert path.read_text().startswith("1\n00:00:00,000")
+
+
+def test_an_output_that_is_no_folder_is_refused(files):
+    with pytest.raises(ConfigError, match=r"cannot make the folder .*0\.wav: File exists"):
+        command.run(TranscribeConfig(files=(files[1],), output=files[0]))
+
+
+def test_missing_files_and_folders_start_nothing(tmp_path, capfd):
+    missing = str(tmp_path / "missing.wav")
+    assert command.run(TranscribeConfig(files=(missing, str(tmp_path)), model="m")) == 1
+    assert capfd.readouterr().err.splitlines() == [
+        f"tk: {missing}: No such file or directory",
+        f"tk: {tmp_path}: It is a folder; name its files",
+    ]
+
+
+def test_a_named_pipe_is_a_file(url, tmp_path, capfd):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(wav(1.0, 2),))
+    writer.start()
+    assert command.run(TranscribeConfig(files=(str(pipe),), url=url)) == 0
+    writer.join()
+    assert capfd.readouterr().out == "Two.\n"
+
+
+def test_the_end_of_the_reader_ends_the_command(url, files, monkeypatch):
+    def write(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=write, isatty=lambda: False))
+    with pytest.raises(BrokenPipeError):
+        command.run(TranscribeConfig(files=(files[0],), url=url))
 
 
 def test_a_running_server_that_hears_is_found(url, files, tk_here):

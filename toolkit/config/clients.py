@@ -246,9 +246,10 @@ class TranscribeConfig:
     )
     output: str | None = option(
         None,
-        "Folder for a transcript of each file, such as talk.srt for talk.wav. Default: print them.",
+        "Folder for a transcript of each file, such as talk.srt for talk.wav. With one file, also "
+        "a name such as talk.srt. Default: print them.",
         aliases=("-o",),
-        metavar="DIR",
+        metavar="PATH",
         common=True,
     )
     language: str | None = option(

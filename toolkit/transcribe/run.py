@@ -6,8 +6,10 @@ import asyncio
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,6 +39,8 @@ NO_LIMITS = ("--max-audio-mb", "16384", "--max-audio-seconds", "86400")
 def run(config: TranscribeConfig) -> int:
     """Transcribe the files. Return the exit code: 1 if one of them failed."""
     jobs = make_jobs(config)
+    if all(job.error is not None for job in jobs):
+        return _report(jobs)
     with exit_on_signals(signal.SIGTERM, signal.SIGHUP), find_server(config) as (address, model):
         wishes = Wishes(
             model=model.name,
@@ -59,14 +63,36 @@ class Job:
     text: str = ""  # complete, in the format
     error: str | None = None
 
-    def open(self) -> BinaryIO:
-        """Open the file. That of stdin is copied to the disk, if it is large. Raises OSError."""
+    def __post_init__(self) -> None:
         if self.name != STDIN:
-            return Path(self.name).expanduser().open("rb")
-        file = tempfile.SpooledTemporaryFile(2**24)  # noqa: SIM115  (closed by the caller)
-        shutil.copyfileobj(sys.stdin.buffer, file)
-        file.seek(0)
-        return cast(BinaryIO, file)
+            try:
+                is_folder = stat.S_ISDIR(self._path.stat().st_mode)
+            except OSError as error:
+                self.error = error.strerror
+            else:
+                self.error = "It is a folder; name its files" if is_folder else None
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.name).expanduser()
+
+    def open(self) -> BinaryIO:
+        """Open the file. A pipe is copied: a request begins with its length. Raises OSError."""
+        if self.name == STDIN:
+            return _copy(sys.stdin.buffer)
+        file = self._path.open("rb")
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        with file:
+            return _copy(file)
+
+
+def _copy(source: BinaryIO) -> BinaryIO:
+    """Return a file with what a pipe has, on the disk if it is large."""
+    file = tempfile.SpooledTemporaryFile(2**24)  # noqa: SIM115  (closed by the caller)
+    shutil.copyfileobj(source, file)
+    file.seek(0)
+    return cast(BinaryIO, file)
 
 
 def make_jobs(config: TranscribeConfig) -> list[Job]:
@@ -84,21 +110,39 @@ def make_jobs(config: TranscribeConfig) -> list[Job]:
                 param="output",
             )
         return [Job(name, None) for name in config.files]
-    folder = Path(config.output).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    ending = EXTENSIONS[config.format]
-    stems = ["stdin" if name == STDIN else Path(name).stem for name in config.files]
-    if len(set(stems)) < len(stems):  # such as a.wav and a.mp3
-        stems = ["stdin" if name == STDIN else Path(name).name for name in config.files]
-    if len(set(stems)) < len(stems):
+    outputs = _outputs(config.files, Path(config.output).expanduser(), EXTENSIONS[config.format])
+    try:
+        outputs[0].parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise ConfigError(
-            "Two files have the same name, so that one transcript would replace the other.",
+            f"--output cannot make the folder {outputs[0].parent}: {error.strerror}.",
+            param="output",
+        ) from None
+    return [Job(name, output) for name, output in zip(config.files, outputs, strict=True)]
+
+
+def _outputs(files: Sequence[str], target: Path, ending: str) -> list[Path]:
+    """Return the transcripts' paths: in a folder, or one that --output names.
+
+    Raises ConfigError if one would replace another."""
+    if target.suffix == f".{ending}" and not target.is_dir():
+        if len(files) > 1:
+            raise ConfigError(
+                f"--output must be a folder for several files; got {target}.", param="output"
+            )
+        return [target]
+    paths = [Path("stdin") if name == STDIN else Path(name) for name in files]
+    stems = Counter(path.stem for path in paths)
+    names = [path.stem if stems[path.stem] == 1 else path.name for path in paths]  # a.wav, a.mp3
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        same = ", ".join(file for file, name in zip(files, names, strict=True) if name == twice)
+        raise ConfigError(
+            f"These files have the same name, so that one transcript would replace the other: "
+            f"{same}. Transcribe them with one --output each.",
             param="files",
         )
-    return [
-        Job(name, folder / f"{stem}.{ending}")
-        for name, stem in zip(config.files, stems, strict=True)
-    ]
+    return [target / f"{name}.{ending}" for name in names]
 
 
 @contextmanager
@@ -177,9 +221,14 @@ async def _transcribe_all(address: Address, wishes: Wishes, jobs: Sequence[Job])
     async def transcribe(job: Job) -> None:
         async with free:
             try:
-                await _transcribe(client, wishes, job, display, prints_live=prints_live)
-            except (ToolkitError, OSError) as error:
+                if job.error is None:
+                    await _transcribe(client, wishes, job, display, prints_live=prints_live)
+            except BrokenPipeError:  # the reader of stdout has ended
+                raise
+            except ToolkitError as error:
                 job.error = str(error)
+            except OSError as error:
+                job.error = error.strerror or str(error)
             finally:
                 job.ended.set()
 
@@ -197,13 +246,19 @@ async def _transcribe_all(address: Address, wishes: Wishes, jobs: Sequence[Job])
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await client.close()
-    for job in jobs:
-        if job.error is not None:
-            print(escape_line(f"tk: {job.name}: {job.error}"), file=sys.stderr)
+    code = _report(jobs)
     num_good = sum(job.error is None for job in jobs)
     if num_good:
         print(display.summary(num_good), file=sys.stderr)
-    return 0 if num_good == len(jobs) else 1
+    return code
+
+
+def _report(jobs: Sequence[Job]) -> int:
+    """Print the files that failed. Return the exit code."""
+    failed = [job for job in jobs if job.error is not None]
+    for job in failed:
+        print(escape_line(f"tk: {job.name}: {job.error}"), file=sys.stderr)
+    return 1 if failed else 0
 
 
 async def _transcribe(
