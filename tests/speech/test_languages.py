@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.speech.invented import ENGLISH, TOKENS
 from toolkit.errors import InvalidRequestError
 from toolkit.speech.languages import LANGUAGES, find_language
 
+KNOWS_ALL = replace(TOKENS, languages=dict.fromkeys(LANGUAGES, 0))
+
 
 def test_languages_are_those_of_transformers():
     whisper = pytest.importorskip("transformers.models.whisper.tokenization_whisper")
     assert whisper.LANGUAGES == LANGUAGES
+    assert {name: find_language(name, KNOWS_ALL) for name in whisper.TO_LANGUAGE_CODE} == (
+        whisper.TO_LANGUAGE_CODE
+    )
 
 
 @pytest.mark.parametrize("given", ["de", "DE", "de-AT", "de_CH", "German", " german "])

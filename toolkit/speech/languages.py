@@ -29,7 +29,12 @@ LANGUAGES = {
 }  # fmt: skip
 WITHOUT_SPACES = frozenset({"bo", "ja", "km", "lo", "my", "th", "yue", "zh"})
 """Languages that are written without spaces between words."""
-_CODES = {name: code for code, name in LANGUAGES.items()}
+_OTHER_NAMES = {
+    "burmese": "my", "castilian": "es", "flemish": "nl", "haitian": "ht", "letzeburgesch": "lb",
+    "mandarin": "zh", "moldavian": "ro", "moldovan": "ro", "panjabi": "pa", "pushto": "ps",
+    "sinhalese": "si", "valencian": "ca",
+}  # fmt: skip
+_CODES = {name: code for code, name in LANGUAGES.items()} | _OTHER_NAMES
 
 
 def find_language(given: str, tokens: SpeechTokens) -> str:

@@ -136,8 +136,8 @@ class Transcriber:
         Raises InvalidRequestError if the model cannot translate."""
         if options.task == "translate" and not hearing.tokens.is_multilingual:
             raise InvalidRequestError(
-                "This model knows English alone, so it cannot translate. Use "
-                "/v1/audio/transcriptions."
+                "This model knows English alone, so it cannot translate. It can transcribe: "
+                "/v1/audio/transcriptions, or tk transcribe without --translate."
             )
         self._answer, self._tokens, self._bytes = answer, hearing.tokens, token_bytes
         self._options, self._aligner = options, aligner

@@ -240,6 +240,11 @@ def test_models_that_do_not_hear_say_so():
     assert "tiny does not hear" in answer.json()["error"]["message"]
 
 
+def test_a_language_that_is_auto_is_detected(served):
+    answer = post(served, language="auto", response_format="verbose_json")
+    assert answer.json()["language"] == "german"
+
+
 def test_english_models_do_not_translate():
     english = Served(FakeModel(reply), hearing=HearingInfo(tokens=ENGLISH))
     answer = post(english, "translations")

@@ -124,8 +124,9 @@ class TranscriptionRequest(RequestBody):
         if prompt := self.prompt.strip():
             found = tokenizer.encode(f" {prompt}", add_special_tokens=False)
             before = [token for token in found if token < tokens.end]  # text alone
+        language = self.language or "auto"  # as whisper.cpp names its detection
         return TranscriptionOptions(
-            language=None if self.language is None else find_language(self.language, tokens),
+            language=None if language == "auto" else find_language(language, tokens),
             task=task,
             prompt=before,
             temperature=self.temperature,
