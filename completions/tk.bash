@@ -75,12 +75,12 @@ _tk_table() {
             esac
             ;;
         "tk transcribe")
-            flags="--files -f --format -o --output -l --language --translate --no-translate --prompt --transcription-fallback --no-transcription-fallback -m --model --url --base-url --api-key --cacert --insecure --no-insecure --config --help-all -h --help"
+            flags="--files -f --format -o --output -l --language --translate --no-translate --prompt --transcription-fallback --no-transcription-fallback -m --model --url --base-url --api-key --cacert --insecure --no-insecure --config --help-all -h --help --output-format --output-txt --output-srt --output-vtt --output-json --output-json-full --output-dir --initial-prompt"
             rest="@FILE"
             case "$1" in
                 --files|--cacert|--config) kind="@FILE" ;;
-                -f|--format) kind="text json srt vtt verbose_json" ;;
-                -o|--output|-l|--language|--prompt|--url|--base-url|--api-key) kind="@ANY" ;;
+                -f|--format|--output-format) kind="text json srt vtt verbose_json" ;;
+                -o|--output|-l|--language|--prompt|--url|--base-url|--api-key|--output-dir|--initial-prompt) kind="@ANY" ;;
                 -m|--model) kind="@MODEL" ;;
             esac
             ;;

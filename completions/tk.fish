@@ -348,6 +348,14 @@ complete -c tk -n "__tk_at 'tk transcribe'" -l no-insecure -d 'Accept any certif
 complete -c tk -n "__tk_at 'tk transcribe'" -l config -r -F -d 'Settings file to use instead of ./tk.toml and the user\'s tk.toml'
 complete -c tk -n "__tk_at 'tk transcribe'" -l help-all -d 'Show every setting and exit'
 complete -c tk -n "__tk_at 'tk transcribe'" -s h -l help -d 'Show this message and exit'
+complete -c tk -n "__tk_at 'tk transcribe'" -l output-format -x -a 'text json srt vtt verbose_json' -d 'Another name of --format'
+complete -c tk -n "__tk_at 'tk transcribe'" -l output-txt -d 'Another name of --format'
+complete -c tk -n "__tk_at 'tk transcribe'" -l output-srt -d 'Another name of --format'
+complete -c tk -n "__tk_at 'tk transcribe'" -l output-vtt -d 'Another name of --format'
+complete -c tk -n "__tk_at 'tk transcribe'" -l output-json -d 'Another name of --format'
+complete -c tk -n "__tk_at 'tk transcribe'" -l output-json-full -d 'Another name of --format'
+complete -c tk -n "__tk_at 'tk transcribe'" -l output-dir -x -d 'Another name of --output'
+complete -c tk -n "__tk_at 'tk transcribe'" -l initial-prompt -x -d 'Another name of --prompt'
 
 # tk bench
 complete -c tk -n "__tk_at 'tk bench'" -a serve -d 'Do the same as tk bench; this is its name in vLLM'

@@ -190,7 +190,16 @@ def test_without_server_and_model_nothing_starts(files):
         command.run(TranscribeConfig(files=(files[0],)))
 
 
-def test_a_private_server_starts_with_the_model(url, files, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [
+        ("openai/whisper-tiny", "openai/whisper-tiny"),
+        ("base.en", "openai/whisper-base.en"),
+        ("turbo", "openai/whisper-large-v3-turbo"),
+        ("other", "other"),
+    ],
+)
+def test_a_private_server_starts_with_the_model(url, files, monkeypatch, capfd, given, model):
     started = []
 
     @contextmanager
@@ -200,8 +209,8 @@ def test_a_private_server_starts_with_the_model(url, files, monkeypatch, capfd):
 
     monkeypatch.setattr(command, "local_server", start)
     monkeypatch.setattr("toolkit.hub.download_missing", started.append)
-    assert command.run(TranscribeConfig(files=(files[1],), model="openai/whisper-tiny")) == 0
-    assert started == ["openai/whisper-tiny", ("openai/whisper-tiny", command.NO_LIMITS)]
+    assert command.run(TranscribeConfig(files=(files[1],), model=given)) == 0
+    assert started == [model, (model, command.NO_LIMITS)]
     assert capfd.readouterr().out == "One.\n"
 
 

@@ -1,6 +1,6 @@
-"""Command lines of vLLM and llama.cpp, rewritten with tk's flags.
+"""Command lines of vLLM, llama.cpp and Whisper, rewritten with tk's flags.
 
-`config.vllm` and `config.llama_cpp` have the tables."""
+`config.vllm`, `config.llama_cpp` and `config.whisper` have the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import llama_cpp
+from toolkit.config import llama_cpp, whisper
 from toolkit.config.fields import Option, parse_field, parse_int
 from toolkit.config.vllm import BENCH, DEFAULTS, SERVE, Note, Outcome, Refusal, Table, Use, Variable
 from toolkit.errors import ConfigError
@@ -22,6 +22,7 @@ from toolkit.errors import ConfigError
 TABLES: Mapping[str, Table] = {
     "serve": SERVE + llama_cpp.SERVE,
     "bench serve": BENCH,
+    "transcribe": whisper.TRANSCRIBE,
 }
 """Tables by the words of a command."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import stat
@@ -12,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -32,6 +33,8 @@ from toolkit.transcribe.progress import ProgressDisplay
 STDIN = "-"
 TASK = "transcription"
 MAX_FILES = 8  # that the server has at once; it transcribes many windows of each together
+WHISPER_NAMES = re.compile(r"(tiny|base|small|medium)(\.en)?|large(-v[123])?|(large-v3-)?turbo")
+OTHER_WHISPER_NAMES = {"large": "large-v3", "turbo": "large-v3-turbo", "large-v1": "large"}
 NO_LIMITS = ("--max-audio-mb", "16384", "--max-audio-seconds", "86400")
 """Flags of a private server: the files are the user's own."""
 
@@ -41,6 +44,7 @@ def run(config: TranscribeConfig) -> int:
     jobs = make_jobs(config)
     if all(job.error is not None for job in jobs):
         return _report(jobs)
+    config = replace(config, model=_hub_name(config))
     with exit_on_signals(signal.SIGTERM, signal.SIGHUP), find_server(config) as (address, model):
         wishes = Wishes(
             model=model.name,
@@ -143,6 +147,17 @@ def _outputs(files: Sequence[str], target: Path, ending: str) -> list[Path]:
             param="files",
         )
     return [target / f"{name}.{ending}" for name in names]
+
+
+def _hub_name(config: TranscribeConfig) -> str | None:
+    """Return the model's name. OpenAI's names of models, such as tiny.en, become those on the hub,
+    unless a server or a folder has the name."""
+    name = config.model
+    if name is None or config.url is not None or Path(name).exists():
+        return name
+    if WHISPER_NAMES.fullmatch(name) is None or any(one.has(name) for one in ready_servers()):
+        return name
+    return f"openai/whisper-{OTHER_WHISPER_NAMES.get(name, name)}"
 
 
 @contextmanager
