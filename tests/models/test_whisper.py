@@ -203,3 +203,9 @@ def test_text_prompts_get_no_special_tokens(engine: Callable[..., LLM], folder):
     text = "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>"
     [result] = llm.generate([{"prompt": text, **audio}], GREEDY, use_tqdm=False)
     assert result.prompt_token_ids == [START, GERMAN, TRANSCRIBE, NO_TIMESTAMPS]
+
+
+def test_show_says_that_sound_is_transcribed(folder, tk_here):
+    shown = tk_here("show", str(folder)).stdout
+    assert "sound          transcribed: see tk transcribe\n" in shown
+    assert "sampling" not in shown

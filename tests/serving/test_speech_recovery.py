@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(str(folder), *flags, cwd=folder)
     yield running
     running.stop()
+
+
+def test_the_ready_card_of_a_model_that_hears_has_no_chat(server: Server) -> None:
+    assert re.search(r"sound +[\d.]+ s at once; \d+ languages", server.stderr)
+    assert "in a browser" not in server.stderr
+    assert "Try:\ntk transcribe speech.wav\ncurl " in server.stderr
 
 
 class Upload:

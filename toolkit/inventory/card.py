@@ -127,7 +127,9 @@ def _pictures(checkpoint: Checkpoint) -> str | None:
 
 
 def _sound(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Say how many tokens clips of prompts take; nothing for a model whose prompts have none."""
+    """Say what a model does with sound; nothing if it does not hear."""
+    if not checkpoint.problem and checkpoint.hears:
+        return [("sound", "transcribed: see tk transcribe")]
     if checkpoint.sound is None:
         return []
     tower = checkpoint.sound.tower
@@ -151,7 +153,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("context", f"{context:,} tokens" if context else "unknown (not in config.json)"),
         *([] if problem else _shape(checkpoint)),
         *([] if (pictures := _pictures(checkpoint)) is None else [("pictures", pictures)]),
-        *_sound(checkpoint),
+*_sound(checkpoint),
         ("tokenizer", tokenizer(checkpoint) or "none"),
         (
             "chat template",
@@ -159,7 +161,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
             if template is None
             else f"{len(template):,} characters, {_tool_support(template)}",
         ),
-        ("sampling", sampling(checkpoint)),
+        *([] if not problem and checkpoint.hears else [("sampling", sampling(checkpoint))]),
         ("license", license_of(checkpoint) or "not in its files"),
         ("files", _files(checkpoint)),
         (

@@ -44,15 +44,18 @@ def print_ready_card(
         table.add_row(*fact)
     more = f"  (OpenAI API at {url}/v1, docs at {url}/docs)"
     table.add_row("URL", Text.assemble((url, "bold"), more))
-    if config.web and config.uds is None:
+    hears = model.info.hearing is not None
+    if config.web and config.uds is None and not hears:
         table.add_row("chat", f"open {url} in a browser")
     if network is not None:
         table.add_row("network", Text.assemble((network, "bold"), "  for other machines"))
     SafeConsole(stderr=True).print(Panel(table, title=title, title_align="left", expand=False))
-    can_chat = model.info.generates and model.facts.has_chat_template and config.uds is None
-    needs_key = config.api_key and not os.environ.get("TK_API_KEY")
-    chat = ["TK_API_KEY=KEY tk chat" if needs_key else "tk chat"] if can_chat else []
-    print("Try:", *chat, curl, sep="\n", file=sys.stderr, flush=True)
+    can_chat = model.info.generates and model.facts.has_chat_template and not hears
+    commands = ["tk transcribe speech.wav"] if hears else ["tk chat"] if can_chat else []
+    if config.api_key and not os.environ.get("TK_API_KEY"):
+        commands = [f"TK_API_KEY=KEY {one}" for one in commands]
+    commands = [] if config.uds is not None else commands
+    print("Try:", *commands, curl, sep="\n", file=sys.stderr, flush=True)
 
 
 def _facts(model: LoadedModel, config: ServerConfig) -> dict[str, str]:
@@ -71,7 +74,11 @@ def _facts(model: LoadedModel, config: ServerConfig) -> dict[str, str]:
             f"{capacity:,} tokens: {capacity / info.max_model_len:.1f} requests of the full "
             f"{info.max_model_len:,}"
         )
-    if info.generates:
+    if info.hearing is not None:
+        tokens = info.hearing.tokens
+        known = f"{len(tokens.languages)} languages" if tokens.is_multilingual else "English alone"
+        facts["sound"] = f"{info.hearing.seconds:g} s at once; {known}"
+    elif info.generates:
         facts["sampling"] = f"{describe_sampling(model.facts.sampling)} (by default)"
     if info.pooling is not None:
         tasks = ", ".join(info.tasks)

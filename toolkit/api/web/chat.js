@@ -97,7 +97,8 @@ function showModel() {
   const facts = [`${model.max_model_len.toLocaleString("en")} tokens of context`];
   if (model.parent) facts.unshift(`adapter of ${model.parent}`);
   if (takesPictures()) facts.push("takes pictures");
-  if (!canAnswer()) facts.push("makes no text: use its API");
+  if (!canAnswer()) facts.push((model.tasks.includes("transcription") ?
+    "transcribes sound" : "makes no text") + ": use its API");
   else if (!canChat()) facts.push("no chat template: it continues your text");
   $("empty-name").textContent = model.id;
   $("empty-facts").textContent = facts.join(" · ");
