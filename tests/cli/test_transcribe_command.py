@@ -182,7 +182,7 @@ def test_a_running_server_that_hears_is_found(url, files, tk_here):
         done = tk_here("transcribe", files[1], "--model", "deaf")
     deaf.close()
     assert done.returncode == 2
-    assert "does not hear" in done.stderr
+    assert "does not transcribe" in done.stderr
 
 
 def test_without_server_and_model_nothing_starts(files):

@@ -171,9 +171,8 @@ def find_server(config: TranscribeConfig) -> Iterator[tuple[Address, ModelInfo]]
         return
     if config.model is None:
         raise ServerError(
-            "No server with a model that hears runs on this machine, and no model is given. Give "
-            "one, such as --model openai/whisper-tiny, or start a server: tk serve "
-            "openai/whisper-tiny."
+            "No server that transcribes runs on this machine, and no model is given. Give one, "
+            "such as --model openai/whisper-tiny, or start a server: tk serve openai/whisper-tiny."
         )
     from toolkit.hub import download_missing
 
@@ -212,7 +211,9 @@ def _find_running(config: TranscribeConfig) -> tuple[Address, ModelInfo] | None:
             found.append(_at(one.url, config))
     if len(found) > 1:
         urls = ", ".join(f"{model.name} at {address.url}" for address, model in found)
-        raise ConfigError(f"{len(found)} servers hear: {urls}. Choose with --url.", param="url")
+        raise ConfigError(
+            f"{len(found)} servers transcribe: {urls}. Choose with --url.", param="url"
+        )
     return found[0] if found else None
 
 
@@ -221,7 +222,7 @@ def _require_hearing(address: Address, model: ModelInfo) -> ModelInfo:
     if model.tasks is None or TASK in model.tasks:
         return model
     raise ServerError(
-        f"{model.name} at {address.title} does not hear: it takes no sound. Models such as "
+        f"{model.name} at {address.title} does not transcribe: it takes no sound. Models such as "
         "openai/whisper-tiny do."
     )
 
