@@ -15,6 +15,7 @@ from tests.scheduler.simulation import (
 )
 from toolkit.cache_group import ONE_GROUP, CacheGroup, most_pages, most_step
 from toolkit.scheduler import Request
+from toolkit.sequence import Feature
 
 WINDOW = (CacheGroup(), CacheGroup(window=7))
 UNEVEN = (CacheGroup(blocks_per_page=2), CacheGroup(window=5))
@@ -98,6 +99,19 @@ def test_a_request_holds_its_windows_and_never_more_than_was_counted(groups, bud
     too_small = make_scheduler(Plan(groups=groups, budget=budget, num_blocks=most - 1))
     with pytest.raises(ValueError, match=f"in {most} pages, and all of it has {most - 1}"):
         too_small.add(make_request("1", [2] * 20, max_tokens=20))
+
+
+def test_a_clip_whose_bytes_do_not_come_holds_up_no_other():
+    plan = Plan(groups=(CacheGroup(), CacheGroup(feature=6)), num_blocks=60, most_encoded=12)
+    scheduler = make_scheduler(plan)
+    scheduler.needs.has_bytes = lambda request, feature: feature.digest != b"x"
+    for name in ("x", "y", "z", "w"):
+        scheduler.add(make_request(name, [2], features=[Feature(name.encode())]))
+    [first, second] = scheduler.schedule().new_rows
+    assert [new.spec.features[0].digest for new in (first, second)] == [b"y", b"z"]
+    scheduler.needs.has_bytes = lambda request, feature: True
+    found = [new.spec.features[0].digest for new in scheduler.schedule().new_rows]
+    assert found == [b"x", b"w"], "in order of arrival"
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WINDOW])

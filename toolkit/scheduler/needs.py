@@ -153,6 +153,10 @@ class Needs:
         """Return True if this step can compute a request's feature of so many rows."""
         if self._num_encoded and self._num_encoded + num_rows > self._most_encoded:
             return False
+        return self.has_all_bytes(request)
+
+    def has_all_bytes(self, request: Request) -> bool:
+        """Return True if all features of a request can be computed."""
         return all(self.has_bytes(request, feature) for feature in request.spec.features)
 
     def begin_with_feature(self, request: Request, *, is_new: bool) -> None:

@@ -299,7 +299,9 @@ class Planner:
             elif self._needs.can_begin(request):
                 admitted = self._admit(request, step)
                 if admitted is None:
-                    is_encoding = True
+                    # A front end that hangs sends no bytes: requests of others go on.
+                    comes = not self._blocks.has_features or self._needs.has_all_bytes(request)
+                    is_encoding = is_encoding or comes
                     set_aside.append(request)
                 elif not admitted:
                     break
