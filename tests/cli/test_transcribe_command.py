@@ -69,8 +69,7 @@ def test_files_are_printed_in_order_and_errors_last(url, files, tmp_path, tk_her
     assert done.returncode == 1
     assert done.stdout == f"==> {files[2]} <==\nTwo.\n\n==> {files[0]} <==\nZero.\n\n"
     errors = done.stderr.splitlines()
-    assert errors[0].startswith(f"tk: {missing}: ")
-    assert "No such file" in errors[0]
+    assert errors[0] == f"tk: {missing}: No such file or directory."
     assert errors[1].startswith(f"tk: {wrong}: file is not a sound file")
     assert errors[2].startswith("2 files, 0:04 of sound")
 
@@ -127,6 +126,14 @@ def test_standard_input_is_a_file(url, monkeypatch, capfd):
 def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], message):
     with pytest.raises(ConfigError, match=message):
         command.run(TranscribeConfig(**settings))
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_output_that_is_no_folder_is_refused(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    config = TranscribeConfig(files=("a.wav",), output=str(tmp_path / name))
+    with pytest.raises(ConfigError, match=r"file.* cannot be made: "):
+        command.run(config)
 
 
 def test_files_that_differ_in_their_ending_keep_it(tmp_path):

@@ -153,7 +153,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("context", f"{context:,} tokens" if context else "unknown (not in config.json)"),
         *([] if problem else _shape(checkpoint)),
         *([] if (pictures := _pictures(checkpoint)) is None else [("pictures", pictures)]),
-*_sound(checkpoint),
+        *_sound(checkpoint),
         ("tokenizer", tokenizer(checkpoint) or "none"),
         (
             "chat template",

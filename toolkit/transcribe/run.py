@@ -26,6 +26,7 @@ from toolkit.client.trust import Trust
 from toolkit.client.wire import ServerError
 from toolkit.config.clients import TranscribeConfig
 from toolkit.errors import ConfigError, ToolkitError
+from toolkit.files import failure
 from toolkit.logs import escape_controls, escape_line
 from toolkit.transcribe.client import EXTENSIONS, TranscriptionClient, Wishes, to_format
 from toolkit.transcribe.progress import ProgressDisplay
@@ -119,7 +120,7 @@ def make_jobs(config: TranscribeConfig) -> list[Job]:
         outputs[0].parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--output cannot make the folder {outputs[0].parent}: {error.strerror}.",
+            f"--output: the folder {outputs[0].parent} cannot be made: {failure(error)}.",
             param="output",
         ) from None
     return [Job(name, output) for name, output in zip(config.files, outputs, strict=True)]
@@ -244,7 +245,7 @@ async def _transcribe_all(address: Address, wishes: Wishes, jobs: Sequence[Job])
             except ToolkitError as error:
                 job.error = str(error)
             except OSError as error:
-                job.error = error.strerror or str(error)
+                job.error = f"{failure(error)}."
             finally:
                 job.ended.set()
 
