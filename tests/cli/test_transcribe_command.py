@@ -149,11 +149,6 @@ def test_the_transcript_of_one_file_may_have_a_name(url, files, tmp_path, tk_her
     assert path.read_text().startswith("1\n00:00:00,000")
 
 
-def test_an_output_that_is_no_folder_is_refused(files):
-    with pytest.raises(ConfigError, match=r"cannot make the folder .*0\.wav: File exists"):
-        command.run(TranscribeConfig(files=(files[1],), output=files[0]))
-
-
 def test_missing_files_and_folders_start_nothing(tmp_path, capfd):
     missing = str(tmp_path / "missing.wav")
     assert command.run(TranscribeConfig(files=(missing, str(tmp_path)), model="m")) == 1

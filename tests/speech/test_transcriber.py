@@ -19,10 +19,9 @@ from tests.speech.invented import (
     spelled,
 )
 from toolkit.errors import InvalidRequestError
-from toolkit.speech import transcriber
 from toolkit.speech.segments import Segment
 from toolkit.speech.tokens import HearingInfo
-from toolkit.speech.transcriber import Transcriber, TranscriptionOptions
+from toolkit.speech.transcriber import MAX_RUNNING, Transcriber, TranscriptionOptions
 from toolkit.speech.transcript import Transcript, WindowText
 
 NAMES = ["One", "Two", "Three", "Four", "Five"]
@@ -40,13 +39,13 @@ def times(found: Sequence[WindowText | Segment]) -> list[tuple[float, float]]:
     return [(round(one.start, 3), round(one.end, 3)) for one in found]
 
 
-def run(model: FakeModel, count: int = 3, aligner=None, **options):
+def run(model: FakeModel, count: int = 3, aligner=None, most_running: int = MAX_RUNNING, **options):
     """Return (parts of text, transcript)."""
 
     async def collect():
         made = Transcriber(model, HEARING, BYTES, 448, TranscriptionOptions(**options), aligner)
         transcript, texts = Transcript(29.5 * count), []
-        async with aclosing(made.parts(windows(count), transcript)) as parts:
+        async with aclosing(made.parts(windows(count), transcript, most_running)) as parts:
             texts += [part.text async for part in parts]
         return texts, transcript
 
@@ -64,10 +63,10 @@ def test_windows_run_together_and_are_joined_in_order():
     assert {tuple(one.prompt) for one in model.answers} == {(257, 258, 262, 265)}
 
 
-def test_few_windows_run_at_once(monkeypatch):
-    monkeypatch.setattr(transcriber, "MAX_RUNNING", 2)
+def test_few_windows_run_at_once():
     model = FakeModel(named)
-    assert run(model, 5, language="en")[1].text == "One. Two. Three. Four. Five."
+    found = run(model, 5, most_running=2, language="en")[1]
+    assert found.text == "One. Two. Three. Four. Five."
     assert model.most_running == 2
 
 

@@ -147,19 +147,19 @@ class Transcriber:
         self._temperatures = _temperatures(options)
 
     async def parts(
-        self, windows: Sequence[TimedClip], transcript: Transcript
+        self, windows: Sequence[TimedClip], transcript: Transcript, most_running: int = MAX_RUNNING
     ) -> AsyncGenerator[Part, None]:
         """Yield the text as it grows, in order, and add the windows to a transcript.
 
-        Later windows run while the text of earlier ones is yielded. Closing the generator ends
-        all that runs."""
+        `most_running`: windows that the engine has at once. Later windows run while the text of
+        earlier ones is yielded. Closing the generator ends all that runs."""
         if self._options.language is None and self._tokens.is_multilingual:
             self._language = await self._detect_language(windows[0][1])
         transcript.task = self._options.task
         transcript.language = self._language if transcript.task == "transcribe" else "en"
         joiner = TextJoiner(transcript.language)
         one_by_one = self._options.follows_previous
-        found = self._in_turn(windows) if one_by_one else self._together(windows)
+        found = self._in_turn(windows) if one_by_one else self._together(windows, most_running)
         async with aclosing(found) as parts:
             async for part in parts:
                 if part.window is not None:
@@ -180,9 +180,11 @@ class Transcriber:
                             previous.clear()
                     yield part
 
-    async def _together(self, windows: Sequence[TimedClip]) -> AsyncGenerator[Part, None]:
+    async def _together(
+        self, windows: Sequence[TimedClip], most_running: int
+    ) -> AsyncGenerator[Part, None]:
         """Transcribe many windows at once. Yields their parts in order."""
-        running = asyncio.Semaphore(MAX_RUNNING)
+        running = asyncio.Semaphore(most_running)
 
         async def feed(index: int) -> None:
             queue = queues[index]

@@ -287,6 +287,18 @@ def test_a_full_queue_refuses_a_transcription():
     assert answer.status_code == 429
 
 
+def test_a_short_queue_takes_a_long_file():
+    """Its windows are more answers than can run and wait: fewer run at once."""
+    model = FakeModel(reply, pause=0.001)
+    short = Served(model, max_queue=2)
+    short.engine.max_num_running = 1
+    answer = post(short, file=wav(155.0), language="en")
+    short.close()
+    assert answer.status_code == 200
+    assert answer.json()["text"].count("Bye.") == 6
+    assert 1 < model.most_running <= 3
+
+
 def test_disconnecting_ends_all_windows(served):
     """The client leaves while the text of the first window is sent."""
     model = served.engine.model

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from toolkit.api.http.body_fields import Route
 from toolkit.api.http.forms import FILE, FormLimits, UploadedFile, read_form
-from toolkit.api.http.layers.limits import check_queue
+from toolkit.api.http.layers.limits import room_for_answers
 from toolkit.api.http.openapi import answers
 from toolkit.api.http.routes import Access, access, takes_form
 from toolkit.api.http.server import Target, server_of, target_of
@@ -120,10 +120,12 @@ async def _answer(request: Request, task: Task) -> Response:
         aligner,
     )
     windows = await while_connected(request, _windows(target, form.file, hearing))
-    check_queue(target, min(len(windows), MAX_RUNNING))
+    most_running = room_for_answers(target, min(len(windows), MAX_RUNNING))
     transcript = Transcript(windows.seconds, task)
     timeout, metrics = config.request_timeout, target.engine.metrics
-    work = _Work(body, tokenizer, transcriber, windows, transcript, timeout, metrics)
+    work = _Work(
+        body, tokenizer, transcriber, windows, most_running, transcript, timeout, metrics
+    )
     if body.stream:
         return EventStream(work.events(), lambda: None, config.sse_keep_alive)
     return await while_connected(request, work.response())
@@ -194,6 +196,7 @@ class _Work:
     tokenizer: Tokenizer
     transcriber: Transcriber
     windows: Windows
+    most_running: int  # windows
     transcript: Transcript
     timeout: float | None  # seconds
     metrics: Metrics
@@ -236,7 +239,8 @@ class _Work:
         deadline = None
         if self.timeout is not None:
             deadline = asyncio.get_running_loop().time() + self.timeout
-        async with aclosing(self.transcriber.parts(self.windows, self.transcript)) as parts:
+        found = self.transcriber.parts(self.windows, self.transcript, self.most_running)
+        async with aclosing(found) as parts:
             while True:
                 try:
                     async with asyncio.timeout_at(deadline):

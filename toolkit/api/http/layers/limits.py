@@ -253,6 +253,17 @@ def check_queue(target: Target, num_answers: int = 1, num_tokens: int = 0) -> No
         raise _refused(target.engine.metrics, "queue", problem)
 
 
+def room_for_answers(target: Target, most: int) -> int:
+    """Return how many of `most` answers to start at once: fewer if the queue is short, at least 1.
+
+    Raises TooManyRequestsError if the queue cannot take one."""
+    count = most
+    while count > 1 and _queue_problem(target.server, target.model, count):
+        count //= 2
+    check_queue(target, count)
+    return count
+
+
 def _queue_problem(
     server: Server, model: ServedModel, num_answers: int = 1, num_tokens: int = 0
 ) -> str | None:
