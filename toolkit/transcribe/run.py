@@ -245,7 +245,7 @@ async def _transcribe_all(address: Address, wishes: Wishes, jobs: Sequence[Job])
             except ToolkitError as error:
                 job.error = str(error)
             except OSError as error:
-                job.error = f"{failure(error)}."
+                job.error = failure(error)
             finally:
                 job.ended.set()
 

@@ -123,9 +123,7 @@ async def _answer(request: Request, task: Task) -> Response:
     most_running = room_for_answers(target, min(len(windows), MAX_RUNNING))
     transcript = Transcript(windows.seconds, task)
     timeout, metrics = config.request_timeout, target.engine.metrics
-    work = _Work(
-        body, tokenizer, transcriber, windows, most_running, transcript, timeout, metrics
-    )
+    work = _Work(body, tokenizer, transcriber, windows, most_running, transcript, timeout, metrics)
     if body.stream:
         return EventStream(work.events(), lambda: None, config.sse_keep_alive)
     return await while_connected(request, work.response())
