@@ -20,6 +20,7 @@ from toolkit.speech.segments import (
     finished_seconds,
     split_segments,
 )
+from toolkit.speech.sound_done import SoundDone
 from toolkit.speech.tokens import HearingInfo, Task
 from toolkit.speech.transcript import (
     Scores,
@@ -145,6 +146,7 @@ class Transcriber:
         self._needs_scores = options.has_scores or options.falls_back
         self._language = options.language or "en"
         self._temperatures = _temperatures(options)
+        self.done = SoundDone(())
 
     async def parts(
         self, windows: Sequence[TimedClip], transcript: Transcript, most_running: int = MAX_RUNNING
@@ -158,6 +160,7 @@ class Transcriber:
         transcript.task = self._options.task
         transcript.language = self._language if transcript.task == "transcribe" else "en"
         joiner = TextJoiner(transcript.language)
+        self.done = SoundDone([clip.seconds for _, clip in windows])
         one_by_one = self._options.follows_previous
         found = self._in_turn(windows) if one_by_one else self._together(windows, most_running)
         async with aclosing(found) as parts:
@@ -171,9 +174,10 @@ class Transcriber:
     async def _in_turn(self, windows: Sequence[TimedClip]) -> AsyncGenerator[Part, None]:
         """Transcribe each window after the text of those before it."""
         previous = list(self._options.prompt)
-        for window in windows:
+        for index, window in enumerate(windows):
             async with aclosing(self._transcribe(window, previous)) as parts:
                 async for part in parts:
+                    self.done.add(index, part.num_tokens, part.window)
                     if (done := part.window) is not None:
                         previous += done.tokens
                         if done.temperature > MOST_SURE_TEMPERATURE:
@@ -195,6 +199,7 @@ class Transcriber:
                     aclosing(self._transcribe(windows[index], self._options.prompt)) as parts,
                 ):
                     async for part in parts:
+                        self.done.add(index, part.num_tokens, part.window)
                         queue.put_nowait(part)
             except Exception as error:
                 end = error

@@ -167,7 +167,9 @@ def test_streams_report_their_progress(served):
     usages = [one["usage"] for one in found[:-1]]
     assert {one["total_seconds"] for one in usages} == {35.0}
     seconds = sorted({one["seconds"] for one in usages})
-    assert seconds[0] == 0.0 < seconds[1] < seconds[2] == 35.0
+    assert seconds[0] == 0.0
+    assert seconds[-1] == 35.0
+    assert len(seconds) > 3, "windows count before they end"
     tokens = [one["completion_tokens"] for one in usages]
     assert tokens == sorted(tokens)
     assert (tokens[0], tokens[-1]) == (0, 2 * len(reply(served.engine.model.answers[0])[0]) + 2)

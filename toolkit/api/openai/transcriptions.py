@@ -57,7 +57,7 @@ _TYPES = {"text": "text/plain", "srt": "application/x-subrip", "vtt": "text/vtt"
 class StreamUsage(msgspec.Struct):
     """Sound of a request whose transcript is streamed."""
 
-    seconds: float  # transcribed so far
+    seconds: float  # transcribed so far, about: windows run together
     total_seconds: float
     completion_tokens: int  # of the answers so far
     type: str = "duration"
@@ -270,7 +270,6 @@ class _Work:
         ]
 
     def _usage(self) -> StreamUsage:
-        """Return the seconds of the windows that are transcribed."""
-        windows, total = self.transcript.windows, self.transcript.duration
-        done = windows[-1].end if windows else 0.0
+        """Return about how much is transcribed, also of windows whose text comes later."""
+        done, total = self.transcriber.done.seconds, self.transcript.duration
         return StreamUsage(round(done, 3), round(total, 3), self.num_tokens)
