@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 import openai.types.audio as official
@@ -56,6 +57,15 @@ def test_vtt_escapes_its_markup():
         "00:00:00.000 --> 00:00:02.500\nHam &amp; eggs &lt;b&gt;\n\n"
         "01:02:05.004 --> 01:02:06.000\n--&gt; second line\n\n"
     )
+
+
+def test_subtitles_last_a_moment_and_do_not_overlap():
+    times = [(0.0, 1.0006), (1.0004, 2.0), (2.0, 2.0), (2.0, 2.01), (2.01, 3.0), (5.0, 6.0)]
+    vtt = to_vtt(Segment(start, end, " a", []) for start, end in times)
+    cues = re.findall(r"00:00:0(\d\.\d+) --> 00:00:0(\d\.\d+)", vtt)
+    assert [(float(begin), float(end)) for begin, end in cues] == [
+        (0.0, 1.001), (1.001, 2.0), (2.0, 2.02), (2.02, 2.04), (2.04, 3.0), (5.0, 6.0),
+    ]  # fmt: skip
 
 
 def test_subtitles_of_silence_are_empty():

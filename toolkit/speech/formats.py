@@ -18,6 +18,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 TIMED_FORMATS = frozenset({"srt", "verbose_json", "vtt"})
 """Formats with times, which the model has to find."""
 FRAMES_PER_SECOND = 100  # of the field `seek`
+LEAST_CUE = 20  # milliseconds of a subtitle: the model's times have steps of as many
 
 
 class DurationUsage(msgspec.Struct):
@@ -103,20 +104,17 @@ def to_text(transcript: Transcript) -> str:
 
 def to_srt(segments: Iterable[Segment | TranscriptionSegment]) -> str:
     """Return subtitles in SubRip's format."""
-    shown = enumerate(segments, 1)
     return "".join(
-        f"{number}\n{_clock(one.start, ',')} --> {_clock(one.end, ',')}\n"
-        f"{_line(one).replace('-->', '->')}\n\n"
-        for number, one in shown
+        f"{number}\n{_clock(start, ',')} --> {_clock(end, ',')}\n{text.replace('-->', '->')}\n\n"
+        for number, (start, end, text) in enumerate(_cues(segments), 1)
     )
 
 
 def to_vtt(segments: Iterable[Segment | TranscriptionSegment]) -> str:
     """Return subtitles in WebVTT's format."""
     return "WEBVTT\n\n" + "".join(
-        f"{_clock(one.start, '.')} --> {_clock(one.end, '.')}\n"
-        f"{html.escape(_line(one), quote=False)}\n\n"
-        for one in segments
+        f"{_clock(start, '.')} --> {_clock(end, '.')}\n{html.escape(text, quote=False)}\n\n"
+        for start, end, text in _cues(segments)
     )
 
 
@@ -140,13 +138,26 @@ def _verbose_segments(windows: Sequence[WindowText]) -> Iterator[TranscriptionSe
             id += 1
 
 
+def _cues(
+    segments: Iterable[Segment | TranscriptionSegment],
+) -> Iterator[tuple[int, int, str]]:
+    """Yield (begin, end, text) of subtitles, in milliseconds.
+
+    They do not overlap, and the model's segments of no length last a moment: players skip those,
+    and WebVTT forbids them."""
+    last = 0
+    for one in segments:
+        start = max(round(1000 * one.start), last)
+        last = max(round(1000 * one.end), start + LEAST_CUE)
+        yield start, last, _line(one)
+
+
 def _line(segment: Segment | TranscriptionSegment) -> str:
     """Return a segment's text in one line: an empty one would end the subtitle."""
     return " ".join(segment.text.split())
 
 
-def _clock(seconds: float, point: str) -> str:
+def _clock(milliseconds: int, point: str) -> str:
     """Return hours, minutes, seconds and milliseconds."""
-    milliseconds = round(seconds * 1000)
     minutes, rest = divmod(milliseconds, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"
