@@ -147,7 +147,6 @@ def test_sound_takes_its_place_in_chats(folder):
     [
         ([1, 2], [CLIPS[0]], "0 places for sound"),
         ([asr.SOUND, 1, asr.SOUND], [CLIPS[0]], "2 places for sound"),
-        ([asr.SOUND], [], "1 places for sound"),
         ([*[asr.SOUND] * 12, 5, asr.SOUND], [CLIPS[0]], "13 tokens"),
         ([asr.SOUND], [np.zeros(0, np.float32)], "without samples"),
         ([asr.SOUND], [np.zeros(25 * hearing.RATE, np.float32)], "25.0 s of audio"),

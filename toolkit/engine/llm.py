@@ -18,7 +18,7 @@ from toolkit.engine.beam_search import BeamSearch, first_logprobs
 from toolkit.engine.core import EngineCore
 from toolkit.engine.cores.several_cores import SeveralCores
 from toolkit.engine.front.adapters import AdapterRegistry
-from toolkit.engine.front.clips import place_clips, read_clips, with_clips
+from toolkit.engine.front.clips import read_clips, with_clips
 from toolkit.engine.front.feature_places import split_features
 from toolkit.engine.front.features import FeatureStore
 from toolkit.engine.front.input_processor import (
@@ -420,7 +420,7 @@ class LLM:
                 given = {"audio": [one.samples for one in sounds]}
                 clips = read_clips(self.info, {"multi_modal_data": given})
                 if self.info.sound is not None:
-                    ids, _ = place_clips(self.info.sound, ids, clips)
+                    ids, _ = self._inputs.place_clips(ids, clips)
                 prompts.append({"prompt_token_ids": ids, "multi_modal_data": {"audio": clips}})
             elif pictures:
                 ids, _ = self._require_sight().expand(ids, pictures)

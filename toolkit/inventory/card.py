@@ -15,10 +15,10 @@ from toolkit.inventory.console import print_facts, print_json, print_lines
 from toolkit.inventory.estimate import Estimate, estimate
 from toolkit.inventory.find import find_checkpoint
 from toolkit.inventory.layers import lines_of
+from toolkit.models.audio import SAMPLE_RATE
 from toolkit.models.config.wrapped import decoder_of, text_config
 from toolkit.models.memory import TokenMemory
 from toolkit.pictures.settings import FILES
-from toolkit.speech.clip import SAMPLE_RATE
 from toolkit.units import count, size
 from toolkit.weights.layout import on_device
 

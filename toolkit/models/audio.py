@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from toolkit.models.describe import Norm, Parameter
 from toolkit.models.towers.parts import Block
-from toolkit.speech.clip import SAMPLE_RATE
 from toolkit.weights.source import Source
 
+SAMPLE_RATE = 16_000  # of clips
 HOP = 160  # samples from one frame of a spectrogram to the next
 STRIDE = 2  # frames for each row
 

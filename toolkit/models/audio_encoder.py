@@ -12,13 +12,12 @@ from torch import nn
 
 from toolkit.attention.packed import Segments
 from toolkit.layers import Embedding, Join, Norm
-from toolkit.models.audio import HOP, STRIDE, AudioEncoder
+from toolkit.models.audio import HOP, SAMPLE_RATE, STRIDE, AudioEncoder
 from toolkit.models.tower import TowerBlock
 from toolkit.weights.slots import Slot, Slots
 from toolkit.weights.source import Source
 from toolkit.weights.weight import parameter
 
-SAMPLE_RATE = 16_000
 FFT = 400  # samples of a frame
 LEAST_POWER = 1e-10
 LINEAR_MELS = 15.0  # mels below 1 kHz, where the scale is linear (Slaney, Auditory Toolbox, 1998)

@@ -65,7 +65,8 @@ def answer(config: EngineConfig, sizes: Sizes, *, evicts: bool) -> Answers:
         max_model_len=sizes.context, num_gpu_blocks_override=sizes.num_blocks, swap_space=0.0
     )
     with _loaded(config) as llm:
-        place = None if llm.info.sight is None else llm.info.sight.token_id
+        limits = llm.info.sight or llm.info.sound
+        place = None if limits is None else limits.token_id
         prompts = make_prompts(sizes, llm.tokenizer, llm.info.vocab_size, place)
         k = _num_likeliest(llm)
         scoring = _greedy(NEW_TOKENS, logprobs=k, prompt_logprobs=k)

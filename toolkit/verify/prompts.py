@@ -93,7 +93,7 @@ def make_prompts(
     other = [tokens[i % len(tokens)] for i in range(begin, begin + sizes.unit)]
     rest = prompts[-1][sizes.unit :]
     questions = [*map(Question, prompts), Question((other + rest + other[:1])[: sizes.lengths[-1]])]
-    if place is not None:
+    if place is not None and sizes.picture:
         before, after = tokens[-WORDS_AROUND:], tokens[:WORDS_AROUND]
         questions.append(Question([*before, place, *after], has_picture=True))
     return questions

@@ -18,7 +18,6 @@ from toolkit.api.openai.beams import Beams, start_beams
 from toolkit.api.openai.generation import AnswerGroup, start_group, token_logprobs
 from toolkit.api.openai.replies import TokenLogprob
 from toolkit.api.openai.tools import ToolUse
-from toolkit.engine.front.clips import place_clips
 from toolkit.engine.front.feature_places import count_places, join_parts
 from toolkit.engine.front.input_processor import Prompt
 from toolkit.engine.front.pictures import Picture, Pictures, PictureUrl, require_sight
@@ -30,7 +29,6 @@ from toolkit.text.chat_template import has_system
 from toolkit.text.generic_tools import GenericFormat, describe_tools, write_out
 from toolkit.text.harmony import adapt_conversation, is_harmony
 from toolkit.text.tokenizer import Tokenizer
-from toolkit.worker.info import SoundInfo
 
 _READS_OBJECTS = re.compile(r"\.(?:items|keys)\(|\|\s*(?:items|dictsort)\b")
 """In a chat template: it may read the arguments of calls one by one, and not take text."""
@@ -158,7 +156,7 @@ async def encode_conversation(target: Target, asked: Conversation, request: Requ
     token_ids = await _encode_conversation(target, asked, request)
     if asked.sounds:
         clips = await _load_clips(target, asked, request)
-        return place_clips(_sound_of(target, asked), token_ids, clips)[0]
+        return target.engine.inputs.place_clips(token_ids, clips)[0]
     if not (pictures := await _load_pictures(target, asked, request, is_checked=False)):
         return token_ids
     return _sight_of(target, asked).expand(token_ids, pictures)[0]
@@ -221,16 +219,14 @@ async def _gather(loads: Sequence[Coroutine[Any, Any, Clip]]) -> list[Clip]:
     return await asyncio.gather(*loads)
 
 
-def _sound_of(target: Target, asked: Conversation) -> SoundInfo:
+def _require_sound(target: Target, asked: Conversation) -> None:
     """Raise InvalidRequestError if the model does not hear."""
-    sound = target.engine.info.sound
-    if sound is None:
+    if target.engine.info.sound is None:
         raise InvalidRequestError(
             f"{target.name} does not hear: the prompt has sound.",
             param=asked.sounds[0].param,
             code="model_not_supported",
         )
-    return sound
 
 
 def _sight_of(target: Target, asked: Conversation) -> Pictures:
@@ -248,7 +244,7 @@ async def _encode_conversation(target: Target, asked: Conversation, request: Req
     if asked.pictures:
         _sight_of(target, asked).require_number(len(asked.pictures), "prompt")
     if asked.sounds:
-        _sound_of(target, asked)
+        _require_sound(target, asked)
     if asked.template is not None and not config.trust_request_chat_template:
         raise InvalidRequestError(
             "This server accepts no chat template in a request. "

@@ -113,8 +113,8 @@ class InputProcessor:
         sources: dict[bytes, FeatureSource] = {one.digest: one.source for one in pictures}
         sources |= {clip.digest: source_of(clip) for clip in clips}
         features = tuple(feature_of(clip) for clip in clips)
-        if pictures or self.info.sound is not None:
-            if sources and params.truncate_prompt_tokens is not None:
+        if pictures or (clips and self.info.sound is not None):
+            if params.truncate_prompt_tokens is not None:
                 what = "picture" if pictures else "clip"
                 raise InvalidParamError(
                     "truncate_prompt_tokens", f"could cut a {what}. Leave it out."
@@ -172,10 +172,17 @@ class InputProcessor:
         self, token_ids: list[int], pictures: Sequence[Picture], clips: Sequence[Clip]
     ) -> tuple[list[int], tuple[Feature, ...]]:
         """Return a prompt with all tokens of its pictures or clips, and its features."""
-        if self.info.sound is not None:
-            return place_clips(self.info.sound, token_ids, clips)
+        if clips:
+            return self.place_clips(token_ids, clips)
         assert self.pictures is not None, "there are pictures"
         return self.pictures.expand(token_ids, pictures)
+
+    def place_clips(
+        self, token_ids: list[int], clips: Sequence[Clip]
+    ) -> tuple[list[int], tuple[Feature, ...]]:
+        """Return a prompt with all tokens of its clips, and its features: see `place_clips`."""
+        assert self.info.sound is not None, "tokens stand for clips"
+        return place_clips(self.info.sound, token_ids, clips)
 
     def _tokenize_prediction(self, prediction: str | None) -> list[int]:
         """Return a prediction's tokens, if a drafter reads them."""

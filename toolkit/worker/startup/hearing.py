@@ -6,7 +6,8 @@ import torch
 from msgspec import structs
 
 from toolkit.kernels.reference import SpeechRules
-from toolkit.models.audio_encoder import SAMPLE_RATE, AudioEncoderModule
+from toolkit.models.audio import SAMPLE_RATE
+from toolkit.models.audio_encoder import AudioEncoderModule
 from toolkit.speech.model_tokens import find_speech_tokens
 from toolkit.speech.tokens import HearingInfo
 
