@@ -70,7 +70,7 @@ def test_files_are_printed_in_order_and_errors_last(url, files, tmp_path, tk_her
     assert done.stdout == f"==> {files[2]} <==\nTwo.\n\n==> {files[0]} <==\nZero.\n\n"
     errors = done.stderr.splitlines()
     assert errors[0] == f"tk: {missing}: No such file or directory"
-    assert errors[1].startswith(f"tk: {wrong}: file is not a sound file")
+    assert errors[1].startswith(f"tk: {wrong} is not a sound file")
     assert errors[2].startswith("2 files, 0:04 of sound")
 
 

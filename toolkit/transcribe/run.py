@@ -274,7 +274,11 @@ def _report(jobs: Sequence[Job]) -> int:
     """Print the files that failed. Return the exit code."""
     failed = [job for job in jobs if job.error is not None]
     for job in failed:
-        print(escape_line(f"tk: {job.name}: {job.error}"), file=sys.stderr)
+        error = str(job.error)
+        # A server's errors begin with the form's field.
+        what = error[4:] if error.startswith("file ") else f": {error}"
+        name = "stdin" if job.name == STDIN else job.name
+        print(escape_line(f"tk: {name}{what}"), file=sys.stderr)
     return 1 if failed else 0
 
 
