@@ -94,12 +94,20 @@ def stop_workers(server: Server) -> list[psutil.Process]:
 
 
 def ask_with_stopped_workers(server: Server) -> tuple[Asking, list[psutil.Process]]:
-    """Send requests, and wait until both stopped workers have a picture of one."""
+    """Send requests, and wait until all have arrived and both stopped workers have a picture."""
     workers = stop_workers(server)
     before = num_sockets(server)
+    until(lambda: num_clients(server) == 0)
     asking = Asking(server)
+    until(lambda: num_clients(server) == COUNT)
     until(lambda: num_sockets(server) == before + len(workers))
     return asking, workers
+
+
+def num_clients(server: Server) -> int:
+    """Return the number of clients' connections that the API workers have."""
+    found = [one for process in server.workers for one in process.net_connections("tcp")]
+    return sum(one.status == psutil.CONN_ESTABLISHED for one in found)
 
 
 def num_sockets(server: Server) -> int:
