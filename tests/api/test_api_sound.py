@@ -111,7 +111,7 @@ def test_a_chat_has_the_answer_of_the_engine(client, server, llm, sent, same, nu
 def test_sound_that_cannot_be_read_is_refused(client, message, named):
     with pytest.raises(openai.BadRequestError, match=named) as raised:
         client.chat.completions.create(**SAMPLING, messages=message)
-    assert "messages[0].content[0]" in raised.value.param or "25.0 s" in str(raised.value)
+    assert raised.value.param.startswith("messages[0].content[0].input_audio")
 
 
 def test_transcriptions_name_the_route(client):

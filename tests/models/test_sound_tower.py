@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import asr, checkpoints, engines, hearing
+from tests.seeing import TEXT_TEMPLATE
 from toolkit import LLM, SamplingParams
 from toolkit.config import EngineConfig
 from toolkit.errors import ConfigError, InvalidRequestError
@@ -131,7 +132,7 @@ def test_sound_takes_its_place_in_chats(folder):
     place = [asr.AUDIO_START, *[asr.SOUND] * 13, asr.AUDIO_END]
     wanted = [asr.START, *llm.tokenize("user\na"), *place, *llm.tokenize("b"), asr.END]
     wanted += [*llm.tokenize("\n"), asr.START, *llm.tokenize("assistant\n")]
-    template = {"chat_template": asr.TEXT_TEMPLATE}
+    template = {"chat_template": TEXT_TEMPLATE}
     assert llm.chat_prompt(messages) == llm.chat_prompt(messages, **template) == wanted
     [expected] = ask(llm, [(wanted, CLIPS[:1])])
     for options in ({}, template):

@@ -18,6 +18,7 @@ from toolkit.api.openai.beams import Beams, start_beams
 from toolkit.api.openai.generation import AnswerGroup, start_group, token_logprobs
 from toolkit.api.openai.replies import TokenLogprob
 from toolkit.api.openai.tools import ToolUse
+from toolkit.engine.front.clips import require_length
 from toolkit.engine.front.feature_places import count_places, join_parts
 from toolkit.engine.front.input_processor import Prompt
 from toolkit.engine.front.pictures import Picture, Pictures, PictureUrl, require_sight
@@ -196,8 +197,9 @@ async def _load_clips(target: Target, asked: Conversation, request: Request) -> 
     """Return the clips of a conversation.
 
     Raises InvalidRequestError, and ServerUnavailableError for too many bytes of sound."""
-    pool = target.server.sound
+    pool, limits = target.server.sound, target.engine.info.sound
     assert pool is not None, "a model hears"
+    assert limits is not None, "and this one"
 
     def decode(sound: SoundFile) -> Future[Samples]:
         try:
@@ -210,7 +212,9 @@ async def _load_clips(target: Target, asked: Conversation, request: Request) -> 
 
     async def load(sound: SoundFile) -> Clip:
         samples = await asyncio.wrap_future(await asyncio.to_thread(decode, sound))
-        return Clip.of(samples)
+        clip = await asyncio.to_thread(Clip.of, samples)
+        require_length(clip, limits.seconds, sound.param)
+        return clip
 
     return await while_connected(request, _gather([load(one) for one in asked.sounds]))
 

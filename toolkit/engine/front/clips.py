@@ -54,17 +54,22 @@ def read_clips(info: WorkerInfo, prompt: object) -> list[Clip]:
             raise no_sound_error("prompt")
         raise InvalidParamError(PARAM, f"has {len(sounds)} sounds, and the model hears one.")
     clips = [_clip_of(sound) for sound in sounds]
+    how = ", or use /v1/audio/transcriptions, which does" if info.hearing else ""
     for clip in clips:
-        if clip.seconds > limits.seconds:
-            how = ", or use /v1/audio/transcriptions, which does" if info.hearing else ""
-            raise InvalidParamError(
-                PARAM,
-                f"has {clip.seconds:.1f} s of audio, and the model hears {limits.seconds:g} s at "
-                f"once. Split it{how}.",
-            )
-        if not clip.num_samples:
-            raise InvalidParamError(PARAM, "has audio without samples.")
+        require_length(clip, limits.seconds, PARAM, how)
     return clips
+
+
+def require_length(clip: Clip, most_seconds: float, param: str, how: str = "") -> None:
+    """Raise InvalidParamError for a clip that is empty or too long. how: to split it."""
+    if clip.seconds > most_seconds:
+        raise InvalidParamError(
+            param,
+            f"has {clip.seconds:.1f} s of audio, and the model hears {most_seconds:g} s at once. "
+            f"Split it{how}.",
+        )
+    if not clip.num_samples:
+        raise InvalidParamError(param, "has audio without samples.")
 
 
 def place_clips(
