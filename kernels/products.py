@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit.kernels import cublas, reference
+from toolkit.kernels.reference import Rounded
 from toolkit.kernels.triton.activation import activation as activated
 from toolkit.kernels.triton.activation import gated_activation
 from toolkit.kernels.triton.products import fp8, fp8_matmul, grouped, grouped_layout, linear, lora
@@ -91,8 +92,13 @@ def add_delta(
     return _finish(y + lora.delta(x.contiguous(), factors), None, activation, gated)
 
 
+def reads_rounded(num_tokens: int, weight: Tensor) -> bool:
+    """Return True if `fp8_product` of `num_tokens` rows rounds them with one scale each."""
+    return num_tokens > linear.MAX_TOKENS and _is_aligned(weight)
+
+
 def fp8_product(
-    x: Tensor,
+    x: Tensor | Rounded,
     weight: Tensor,
     scale: Tensor,
     bias: Tensor | None = None,
@@ -105,19 +111,58 @@ def fp8_product(
 
     Products of few rows are bound by reading the weight: they leave x in 16 bits, which costs
     nothing and is more exact. For more rows x is quantized too, with a scale for each token, and
-    for each 128 columns in our own kernel, for the FP8 rate of the tensor cores."""
-    if len(x) <= fp8.TOKENS or any(size % ALIGNMENT for size in weight.shape):
+    for each 128 columns in our own kernel, for the FP8 rate of the tensor cores. `Rounded` rows
+    are for products that `reads_rounded`, without factors."""
+    if isinstance(x, Rounded) or reads_rounded(len(x), weight):
+        y = _row_scaled_product(x, weight, scale, bias, factors)
+        return _finish(y, None, activation, gated)
+    if len(x) <= fp8.TOKENS or not _is_aligned(weight):
         delta = _shrink(x, factors)
         return fp8.linear(x, weight, scale, bias, activation, gated, delta=delta)
-    if len(x) <= linear.MAX_TOKENS:
-        return _rounded_product(x, weight, scale, bias, activation, gated, None, factors)
-    y = scaled_product(*fp8.quantize(x), weight, scale, bias, x.dtype)
+    return _block_scaled_product(x, weight, scale, bias, activation, gated, None, factors)
+
+
+def rounded_fp8_product(
+    x: Tensor | Rounded,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    gated: bool = False,
+    factors: Factors | None = None,
+) -> Tensor | Rounded:
+    """Return `fp8_product` for a product that `reads_rounded`.
+
+    The kernel of the activation rounds its result, if x has many rows."""
+    size = weight.shape[0] // 2 if gated else weight.shape[0]
+    if size > fp8.MAX_SIZE or not (isinstance(x, Rounded) or reads_rounded(len(x), weight)):
+        return fp8_product(x, weight, scale, bias, activation, gated=gated, factors=factors)
+    y = _row_scaled_product(x, weight, scale, bias, factors)
+    return Rounded(*fp8.quantize(y, activation, gated), y.dtype)
+
+
+def _is_aligned(weight: Tensor) -> bool:
+    return all(size % ALIGNMENT == 0 for size in weight.shape)
+
+
+def _row_scaled_product(
+    x: Tensor | Rounded,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    factors: Factors | None,
+) -> Tensor:
+    """Return x (W * scale)ᵀ + b and what the adapters add. x is rounded if it is not yet."""
+    rows = x if isinstance(x, Rounded) else Rounded(*fp8.quantize(x), x.dtype)
+    y = scaled_product(rows.values, rows.scales, weight, scale, bias, rows.dtype)
     if factors is not None:
+        assert isinstance(x, Tensor), "adapters multiply rows in 16 bits"
         y += lora.delta(x, factors)
-    return _finish(y, None, activation, gated)
+    return y
 
 
-def _rounded_product(
+def _block_scaled_product(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -188,7 +233,7 @@ def fp8_block_product(
         if factors is not None:
             y += lora.delta(x, factors)
         return _finish(y, bias, activation, gated, out)
-    return _rounded_product(x, weight, scale, bias, activation, gated, out, factors)
+    return _block_scaled_product(x, weight, scale, bias, activation, gated, out, factors)
 
 
 def _library_multiplies_blocks(device: torch.device, shape: torch.Size) -> bool:

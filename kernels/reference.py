@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -145,6 +145,23 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
     return y if bias is None else y + bias
 
 
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Rows in FP8, about values * scales, for products with weights that have a scale per row."""
+
+    values: Tensor  # FP8 [num_tokens, size]
+    scales: Tensor  # fp32 [num_tokens, 1]
+    dtype: torch.dtype  # before they were rounded to FP8, and of products
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, tokens: Tensor) -> Self:
+        # Not every device copies FP8 by index.
+        values = self.values.view(torch.int8)[tokens].view(FP8)
+        return type(self)(values, self.scales[tokens], self.dtype)
+
+
 def join(
     x: Tensor,
     residual: Tensor | None,
@@ -154,20 +171,27 @@ def join(
     post: Norm | None = None,
     scale: float = 1.0,
     factor: Tensor | None = None,
+    row_scales: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return (norms of the sum, the sum): factor * (residual + scale * post(x + other)).
 
     x, residual, other: `[num_tokens, size]`; norms: at most two; factor: `[1]`. All is computed in
     fp32. The sum is rounded to the rows' type and written into `residual`; the norms are of the
     rounded sum. Without a residual the sum is x itself, and there must be no other, post, scale or
-    factor."""
+    factor. row_scales: buffer for those of the only norm, which is then in FP8, as in `Rounded`."""
     total = x
     if residual is not None:
         product = x.float() if other is None else x.float() + other.float()
         product = product if post is None else normalize(product, post)
         total = residual.float() + scale * product
         total = residual.copy_(total if factor is None else factor.float() * total)
-    return [normalize(total, norm).to(x.dtype) for norm in norms], total
+    outs = [normalize(total, norm).to(x.dtype) for norm in norms]
+    if row_scales is not None:
+        (out,) = outs
+        values, scales = quantize_fp8(out)
+        row_scales.copy_(scales)
+        outs = [values]
+    return outs, total
 
 
 def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> None:

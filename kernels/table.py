@@ -104,6 +104,8 @@ class TritonKernels(Kernels):
         self.fuses_norm = products.fuses_norm
         self.product_add_norm = products.add_norm
         self.fp8_product = products.fp8_product
+        self.rounded_fp8_product = products.rounded_fp8_product
+        self.reads_rounded = products.reads_rounded
         self.fp8_block_product = products.fp8_block_product
         self.grouped_product = products.grouped_product
         self.fuses_grouped_norm = products.fuses_grouped_norm

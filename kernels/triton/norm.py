@@ -15,6 +15,7 @@ from torch import Tensor
 from toolkit.kernels.reference import Norm
 
 from .pdl import release, supported, wait
+from .products.fp8 import FP8, store_quantized
 
 MAX_SIZE = 32768  # longest row: it must fit into the registers of one program
 _ABSENT = (None, None, 0.0, False)  # in place of a norm. Triton compiles nothing for None
@@ -29,15 +30,18 @@ def join(
     post: Norm | None = None,
     scale: float = 1.0,
     factor: Tensor | None = None,
+    row_scales: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return (norms of the sum, the sum): factor * (residual + scale * post(x + other)).
 
     x, residual, other: `[num_tokens, size]`, contiguous. norms: at most two. factor: `[1]`. The sum
     is rounded and written into `residual`. The norms are of the rounded sum, in fp32. Without a
-    residual the sum is x itself, and there must be no other, post, scale or factor.
+    residual the sum is x itself, and there must be no other, post, scale or factor. row_scales:
+    buffer for those of the only norm, `[num_tokens, 1]` in fp32. The norm is then rounded to x's
+    type and that to FP8, as by `fp8.quantize`.
 
-    Raises ValueError for rows longer than MAX_SIZE, for tensors that are not contiguous, and for a
-    product that nothing is added to."""
+    Raises ValueError for rows longer than MAX_SIZE, for tensors that are not contiguous, for a
+    product that nothing is added to, and for row_scales of another number of norms."""
     num_tokens, size = x.shape
     if size > MAX_SIZE:
         raise ValueError(f"rows of {size} are longer than {MAX_SIZE}")
@@ -46,7 +50,9 @@ def join(
     given = other is not None or post is not None or factor is not None
     if residual is None and (given or scale != 1.0):
         raise ValueError("other, post, scale and factor need a residual")
-    outs = [torch.empty_like(x) for _ in norms]
+    if row_scales is not None and len(norms) != 1:
+        raise ValueError(f"row_scales are of one norm, not {len(norms)}")
+    outs = [torch.empty_like(x, dtype=None if row_scales is None else FP8) for _ in norms]
     total = x if residual is None else residual
     if not norms and residual is None:
         return outs, total
@@ -63,6 +69,7 @@ def join(
         *first,
         *second,
         *(*outs, None, None)[:2],
+        row_scales,
         SIZE=size,
         BLOCK=block,
         SCALED=scale != 1.0,
@@ -140,6 +147,7 @@ def _join_kernel(
     CENTERED_2: tl.constexpr,
     out_ptr,
     out_2_ptr,
+    row_scale_ptr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
@@ -179,7 +187,13 @@ def _join_kernel(
     x = x.to(tl.float32)
     if weight_ptr is not None:
         y = normalize(x, live, weight, bias, eps, SIZE, CENTERED)
-        tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
+        if row_scale_ptr is None:
+            tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
+        else:
+            y = tl.where(live, y, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+            # Threads have the same columns as without FP8, so that sums are in the same order.
+            column = tl.max_contiguous(column, 8)
+            store_quantized(y, column, live, SIZE, out_ptr, row_scale_ptr)
     if weight_2_ptr is not None:
         y_2 = normalize(x, live, weight_2, bias_2, eps_2, SIZE, CENTERED_2)
         tl.store(out_2_ptr + row, y_2.to(out_2_ptr.dtype.element_ty), mask=live)

@@ -153,6 +153,7 @@ JOIN = {
     "post_bias_ptr": None,
     "CENTERED": False,
     "bias_ptr": None,
+    "row_scale_ptr": None,
     "CENTERED_2": True,
     "SIZE": 5000,
     "BLOCK": 8192,
@@ -274,6 +275,8 @@ def compile_fp8() -> None:
     fp8_type = {"weight_ptr": "*fp8e4nv"}
     rounded = {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     blocks = {"BLOCKS": 32, "PDL": True}
+    row = {"KIND": "gelu_tanh", "GATED": True, "SIZE_PAD": 16384, "PDL": True}
+    compile_kernel("quantized activation", fp8._quantize_kernel, rounded, row, 16, 3)
     compile_kernel("quantize blocks", fp8_matmul._quantize_kernel, rounded, blocks, 8, 3)
     compile_kernel("two FP8 parts", fp8_matmul._split_kernel, rounded, blocks, 8, 3)
     row = {"ROWS": 4, "COLUMNS": 2048, "EVEN": True, "BLOCKED": True, "BIASED": False}
@@ -497,6 +500,10 @@ def main() -> None:
     compile_towers()
     compile_recurrent()
     compile_kernel("join", _join_kernel, JOIN_TYPES, JOIN, 16, 3)
+    rounded = JOIN_TYPES | {"out_ptr": "*fp8e4nv", "row_scale_ptr": "*fp32"}
+    one = {name: value for name, value in JOIN.items() if name != "row_scale_ptr"}
+    one |= dict.fromkeys(("weight_2_ptr", "bias_2_ptr", "out_2_ptr"))
+    compile_kernel("rounded join", _join_kernel, rounded, one, 16, 3)
     compile_kernel("pushed sum and norm", _pushed_norm_kernel, PUSHED_TYPES, PUSHED, 16, 3)
     compile_tile("product before a norm, programs", 64, 64, 5, 1, 2, NORMED=True, LATE=True)
     compile_adapters()

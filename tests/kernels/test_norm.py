@@ -12,6 +12,7 @@ from toolkit.kernels.reference import Norm
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Relative: one or two units in the last place.
+ROUNDED = [JOINS[index] for index in (0, 1, 2, 7, 11)]
 TOLERANCE = {FP32: 1e-5, FP16: 1e-3, BF16: 2e-2}
 
 
@@ -97,6 +98,31 @@ def test_triton_equals_reference(norm, device, num_tokens, size, dtype, join):
     assert total is (own if join.residual else x)
 
 
+@pytest.mark.on_cpu(*(f"2-1000-torch.float16-{join}" for join in ROUNDED), f"5-7-{FP32}-{JOINS[0]}")
+@pytest.mark.parametrize("join", ROUNDED, ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "size", "dtype"), [(2, 1000, FP16), (5, 7, FP32), (70, 5120, BF16)], ids=str
+)
+def test_rounded_norms_equal_quantized_norms(norm, device, num_tokens, size, dtype, join):
+    """Bit for bit, as if nothing was fused."""
+    from toolkit.kernels.triton.products import fp8
+
+    (x, residual, norms), options = make_join(join, num_tokens, size, dtype, device, 1)
+    x[0], x[1, 3] = 0, float("nan")
+    if residual is not None:
+        residual[0] = 0
+    for apply, quantize in ((norm.join, fp8.quantize), (reference.join, reference.quantize_fp8)):
+        own, other = (None if residual is None else residual.clone() for _ in range(2))
+        (normed,), expected_total = apply(x, own, norms, **options)
+        expected, expected_scales = quantize(normed)
+        scales = torch.full((num_tokens, 1), torch.inf, device=device)
+        (values,), total = apply(x, other, norms, row_scales=scales, **options)
+        assert torch.equal(values.view(torch.int8), expected.view(torch.int8))
+        exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+        torch.testing.assert_close(scales, expected_scales, **exact)
+        torch.testing.assert_close(total, expected_total, **exact)
+
+
 def test_variance_is_exact_with_a_large_mean(norm, device):
     x = torch.randn(2, 512, device=device) + 1000
     layer = Norm(torch.ones(512, device=device), None, EPS, True)
@@ -129,6 +155,8 @@ def test_unsupported_inputs_are_errors(norm):
         norm.join(torch.ones(1, norm.MAX_SIZE + 1), None, [rms])
     with pytest.raises(ValueError, match="need a residual"):
         norm.join(torch.ones(1, 8), None, [rms], scale=2.0)
+    with pytest.raises(ValueError, match="of one norm, not 2"):
+        norm.join(torch.ones(1, 8), None, [rms, rms], row_scales=torch.ones(1, 1))
     with pytest.raises(ValueError, match="each row must be contiguous"):
         norm.rms_norm_rows(torch.ones(8, 8).T, rms.weight, EPS)
     with pytest.raises(ValueError, match="longer than"):

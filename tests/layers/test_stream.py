@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from toolkit.kernels import reference
 from toolkit.layers.linear import GatedLinear, Linear
 from toolkit.layers.norm import Join, Norm
 from toolkit.layers.stream import Stream
@@ -123,6 +124,33 @@ def test_other_joins_are_not_fused(kernels, kind):
     (rows, found), (expected, total) = read(5 if kind == "rows" else 8, out, join, up)
     torch.testing.assert_close(found, total, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", JOINS)
+def test_the_only_norm_is_rounded_for_a_product_that_reads_it(kernels, kind):
+    out, norm, up = make()
+    kernels.fuses_norm = lambda tokens, weight: False
+    up.weight.reads_rounded = lambda tokens: tokens > 7
+    join = Join(HIDDEN, *JOINS[kind](norm))
+    (rows, found), (expected, total) = read(8, out, join, up)
+    assert torch.equal(found, total)
+    if kind == "two norms":
+        assert torch.equal(rows, expected)
+        return
+    values, scales = reference.quantize_fp8(expected)
+    assert (rows.dtype, len(rows)) == (torch.bfloat16, 8)
+    assert torch.equal(rows.values.float(), values.float())
+    assert torch.equal(rows.scales, scales)
+    for tokens, reader in ((7, up), (8, None)):
+        (rows, _), (expected, _) = read(tokens, out, join, reader)
+        assert torch.equal(rows, expected)
+
+
+def test_the_first_norm_is_rounded(kernels):
+    _, norm, up = make()
+    up.weight.reads_rounded = lambda tokens: True
+    (rows,) = Stream(torch.randn(8, HIDDEN).bfloat16(), 1).read(Join(HIDDEN, [norm]), up)
+    assert isinstance(rows, reference.Rounded)
 
 
 def test_two_products_are_added_in_one_join(kernels):

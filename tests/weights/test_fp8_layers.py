@@ -15,13 +15,19 @@ from toolkit import LLM, SamplingParams
 from toolkit.errors import ConfigError
 from toolkit.kernels import reference
 from toolkit.kernels.table import TritonKernels
-from toolkit.layers import Linear, OutputHead
+from toolkit.layers import Join, Linear, OutputHead, Stream, norm
+from toolkit.lora.gpu_weight import GPUActive, GPUAdaptedWeight
+from toolkit.models import describe
 from toolkit.models.build import build_model, load_config
+from toolkit.models.mix import MLPMix
+from toolkit.models.model import default_dtype
 from toolkit.weights.kinds import fp8
 from toolkit.weights.loading import safetensors
 from toolkit.weights.loading.loader import load_weights
+from toolkit.weights.quantization import quantized
 from toolkit.weights.slots import QuantizedSlot
-from toolkit.weights.weight import Epilogue
+from toolkit.weights.source import Source
+from toolkit.weights.weight import Epilogue, Weight
 
 CPU = torch.device("cpu")
 LAYERS = ["gpt2", "llama-biases-head-dim", "qwen3"]
@@ -183,6 +189,73 @@ def test_fp8_products_scale_the_rows_of_both_operands(device, dtype, biased):
     wide = F.linear(rows.float() * x_scale, weight.dequantize())
     assert y.dtype == dtype
     assert relative(y, wide + bias if bias is not None else wide) < 0.005
+
+
+@pytest.fixture
+def layer(interpreted: None, device: torch.device, monkeypatch) -> tuple[Join, MLPMix, Join]:
+    """Return an MLP between two norms, in FP8."""
+    if device.type == "cpu":
+        kernels = TritonKernels()
+        monkeypatch.setattr(norm, "kernels_for", lambda device: kernels)
+    described = describe.MLP(48, "silu", Source("up"), Source("down"), Source("gate"))
+    torch.manual_seed(0)
+    with device, default_dtype(torch.bfloat16), quantized("fp8"):
+        mlp = MLPMix(described, 64)
+        joins = [Join(64, [norm.Norm(name, 64, 1e-5)]) for name in ("norm", "last")]
+    for linear in (mlp.input, mlp.output):
+        linear.weight.fill_randomly(torch.Generator(device).manual_seed(len(linear.weight.values)))
+    return joins[0], mlp, joins[1]
+
+
+def run_layer(layer, device, tokens, wanted=None):
+    """Return (types of the rows that products read, output)."""
+    first, mlp, last = layer
+    torch.manual_seed(1)
+    x, residual = torch.randn(2, tokens, 64, device=device).bfloat16()
+    stream = Stream(residual, 2)
+    stream.add(None, x)
+    (rows,) = stream.read(first, mlp.input)
+    y = mlp(rows, None)
+    if wanted is not None:
+        y = y[wanted]
+        stream.keep(wanted)
+    stream.add(mlp.output, y)
+    (out,) = stream.read(last)
+    return (type(rows), type(y)), out
+
+
+@pytest.mark.parametrize("tokens", [64, 65])
+def test_rows_are_rounded_where_they_are_computed(layer, device, monkeypatch, tokens):
+    kinds, found = run_layer(layer, device, tokens)
+    assert set(kinds) == {torch.Tensor if tokens == 64 else reference.Rounded}
+    monkeypatch.setattr(fp8.FP8Weight, "reads_rounded", Weight.reads_rounded)
+    kinds, expected = run_layer(layer, device, tokens)
+    assert set(kinds) == {torch.Tensor}
+    assert torch.equal(found, expected)
+
+
+def test_few_of_many_rounded_rows_are_multiplied(layer, device):
+    wanted = torch.tensor([70, 3], device=device)
+    kinds, found = run_layer(layer, device, 80, wanted)
+    assert set(kinds) == {reference.Rounded}
+    _, expected = run_layer(layer, device, 80)
+    torch.testing.assert_close(found, expected[wanted], rtol=2e-2, atol=2e-2)
+
+
+def test_adapters_read_rows_in_16_bits(layer, device):
+    _, mlp, _ = layer
+    kernels, active = TritonKernels(), GPUActive(2, 16)
+    for linear in (mlp.input, mlp.output):
+        parts = [len(linear.weight.values)]
+        options = linear.weight, active, parts, 16, torch.bfloat16, kernels
+        linear.weight = GPUAdaptedWeight(*options)
+    assert mlp.output.weight.reads_rounded(65)
+    kinds, _ = run_layer(layer, device, 65)
+    assert set(kinds) == {reference.Rounded}
+    with active.during(active.of_rows(1, 65, device)):
+        assert not mlp.input.weight.reads_rounded(65)
+        kinds, _ = run_layer(layer, device, 65)
+    assert set(kinds) == {torch.Tensor}
 
 
 @pytest.mark.gpu

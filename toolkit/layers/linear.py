@@ -83,7 +83,14 @@ class Linear(nn.Module):
     def forward(self, x: Rows) -> torch.Tensor:
         return self.weight.product(x, self._end)
 
-    def can_fuse_norms(self, x: torch.Tensor) -> bool:
+    def product_for(self, reader: Linear, x: Rows) -> Rows:
+        """Return the product of x, for `reader` alone: `Rounded` if both support that."""
+        if reader.weight.reads_rounded(len(x)):
+            return self.weight.rounded_product(x, self._end)
+        y: torch.Tensor = self(x)
+        return y
+
+    def can_fuse_norms(self, x: Rows) -> bool:
         """Return True if products with as many rows as x are fused with the norms around them."""
         return self.group.size == 1 and self.weight.fuses_norm(len(x))
 

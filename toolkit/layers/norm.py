@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from toolkit.kernels.cpu.norm import DTYPES
 from toolkit.kernels.cpu.norm import Join as PackedJoin
 from toolkit.kernels.table import kernels_for
 from toolkit.weights.slots import Slot, Slots
+
+if TYPE_CHECKING:
+    from toolkit.weights.weight import Rows
 
 
 class Norm(nn.Module):
@@ -94,8 +98,14 @@ class Join(nn.Module):
         return len(self.arguments) == 1 and is_sum
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, other: torch.Tensor | None = None
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        other: torch.Tensor | None = None,
+        *,
+        rounds: bool = False,
+    ) -> tuple[Sequence[Rows], torch.Tensor]:
+        """rounds: the only norm may be `Rounded`."""
         if residual is not None and self.group.size > 1:
             if other is not None:
                 x, other = x + other, None
@@ -106,18 +116,25 @@ class Join(nn.Module):
             x = self.group.all_reduce(x)
         if self.packed is not None:
             return self.packed(x, residual, other)
+        scales = x.new_empty((len(x), 1), dtype=torch.float32) if rounds else None
         join = kernels_for(x.device).join
         if residual is None:
-            return join(x, None, self.arguments)
-        return join(
-            x,
-            residual,
-            self.arguments,
-            other=other,
-            post=self._post,
-            scale=self.scale,
-            factor=self.factor,
-        )
+            norms, total = join(x, None, self.arguments, row_scales=scales)
+        else:
+            norms, total = join(
+                x,
+                residual,
+                self.arguments,
+                other=other,
+                post=self._post,
+                scale=self.scale,
+                factor=self.factor,
+                row_scales=scales,
+            )
+        if scales is None:
+            return norms, total
+        (values,) = norms
+        return [reference.Rounded(values, scales, x.dtype)], total
 
     def pack(self) -> None:
         """Prepare the CPU kernel, if there is one. Called once, after loading."""

@@ -163,6 +163,15 @@ class GPUAdaptedWeight(Adapted):
         activation, gated = epilogue.activation, epilogue.gated
         return self._kernels.add_delta(y, x, factors, activation, gated=gated)
 
+    def reads_rounded(self, num_tokens: int) -> bool:
+        # Adapters multiply rows in 16 bits. All products of a step see adapters, or none does.
+        return self._active.rows is None and self.base.reads_rounded(num_tokens)
+
+    def rounded_product(self, x: Rows, epilogue: Epilogue) -> Rows:
+        if not self.base.adds_deltas:
+            return self.product(x, epilogue)
+        return self.base.rounded_product(x, epilogue._replace(factors=self._factors()))
+
     def fuses_norm(self, num_tokens: int) -> bool:
         return self.base.fuses_norm(num_tokens)
 

@@ -15,7 +15,7 @@ from toolkit.models.mix import Mix
 from toolkit.models.model import PagedAttention
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.products.matmul import Unscaled
+    from toolkit.weights.weight import Rows
 
 
 class FeatureAttention(PagedAttention):
@@ -53,7 +53,7 @@ class CrossAttentionMix(Mix):
             attention.width, hidden, attention.out, bias=attention.out_bias, split="in"
         )
 
-    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+    def forward(self, x: Rows, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, heads · head_size]."""
         query: torch.Tensor = self.input(x)
         if self.keeps_queries:

@@ -16,7 +16,7 @@ from toolkit.models.mix import ExpertsMix, Mix, MLPMix
 from toolkit.models.rotary import RotaryTables
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.products.matmul import Unscaled
+    from toolkit.weights.weight import Rows
 
 
 class ExpertsAndMLPMix(Mix):
@@ -36,7 +36,7 @@ class ExpertsAndMLPMix(Mix):
             self.mlp_post = Join(hidden, [_norm(mlp_post)])
             self.sum = Join(hidden, [], _norm(experts_post))
 
-    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+    def forward(self, x: Rows, batch: AttentionBatch) -> torch.Tensor:
         """Return the sum [num_tokens, hidden]: on the first rank, zeros on others."""
         assert isinstance(x, torch.Tensor), "without `input`, rows are complete"
         (dense, sparse), _ = self.norms(x, None)

@@ -20,7 +20,7 @@ from toolkit.models.rotary import RotaryTables
 from toolkit.weights.activation import activation_kind
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.products.matmul import Unscaled
+    from toolkit.weights.weight import Rows
 
 
 class LayerInputs(nn.Module):
@@ -59,7 +59,7 @@ class LayerInputMix(Mix):
         first = described.layer * size + own.begin
         self._columns = slice(first, first + own.count)
 
-    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+    def forward(self, x: Rows, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`."""
         y: torch.Tensor = self.input(x)
         assert batch.layer_inputs is not None

@@ -44,7 +44,7 @@ from toolkit.weights.slots import JoinedSlot, Slot, Slots
 from toolkit.weights.weight import parameter
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.products.matmul import Unscaled
+    from toolkit.weights.weight import Rows
 
 
 class Mix(nn.Module):
@@ -126,7 +126,7 @@ class AttentionMix(Mix):
         assert isinstance(source.attn, PagedAttention)
         self.attn.read(source.attn)
 
-    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+    def forward(self, x: Rows, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`, [num_tokens, heads · head_size]."""
         qkv: torch.Tensor = self.input(x)
         gate: torch.Tensor | None = None
@@ -259,10 +259,9 @@ class MLPMix(Mix):
             )
         self.output = Linear(mlp.size, hidden, mlp.down, bias=mlp.bias, split="in")
 
-    def forward(self, x: torch.Tensor | Unscaled, _batch: AttentionBatch) -> torch.Tensor:
+    def forward(self, x: Rows, _batch: AttentionBatch) -> Rows:
         """Return the input of `output`."""
-        out: torch.Tensor = self.input(x)
-        return out
+        return self.input.product_for(self.output, x)
 
 
 class ExpertsMix(Mix):
@@ -310,7 +309,7 @@ class ExpertsMix(Mix):
             with unquantized():
                 self.shared_gate = Linear(hidden, 1, experts.shared_gate, bias=False)
 
-    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+    def forward(self, x: Rows, batch: AttentionBatch) -> torch.Tensor:
         """Return the sum of the experts, [num_tokens, hidden]."""
         assert isinstance(x, torch.Tensor), "without `input`, rows are complete"
         y = self.sum(x, x, batch)

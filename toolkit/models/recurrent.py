@@ -19,8 +19,8 @@ from toolkit.models.model import Keeper
 from toolkit.weights.quantization import target_device
 
 if TYPE_CHECKING:
-    from toolkit.kernels.triton.products.matmul import Unscaled
     from toolkit.kernels.triton.recurrent.step import RecurrentStep
+    from toolkit.weights.weight import Rows
 
 GPULayer = Callable[[torch.Tensor, "RecurrentStep"], torch.Tensor]
 CPULayer = Callable[[torch.Tensor, recurrent.RecurrentStep], torch.Tensor]
@@ -79,7 +79,7 @@ class RecurrentMix(Mix, Keeper):
         else:
             self._layer = lambda y, batch: self.compute(y, _spans(batch))
 
-    def forward(self, x: torch.Tensor | Unscaled, batch: AttentionBatch) -> torch.Tensor:
+    def forward(self, x: Rows, batch: AttentionBatch) -> torch.Tensor:
         """Return the input of `output`."""
         return self._layer(self.input(x), batch)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from toolkit.kernels.triton.products.matmul import Unscaled
     from toolkit.weights.formats import Packing
 
-    Rows = torch.Tensor | Unscaled
+    Rows = torch.Tensor | Unscaled | reference.Rounded
 
 ALL = slice(None)
 DUMMY_STD = 0.02
@@ -130,6 +130,14 @@ class Weight(Stored):
 
         square_sums: fp64 zeros [len(x)] of this call alone. Needs `fuses_norm`."""
         raise NotImplementedError(f"{type(self).__name__} fuses no norms")
+
+    def reads_rounded(self, num_tokens: int) -> bool:
+        """Return True if products of so many rows take them as `Rounded`."""
+        return False
+
+    def rounded_product(self, x: Rows, epilogue: Epilogue) -> Rows:
+        """Return `product` for one that `reads_rounded`: `Rounded` if this weight supports that."""
+        return self.product(x, epilogue)
 
     @abc.abstractmethod
     def take(self, ids: torch.Tensor) -> torch.Tensor:

@@ -36,19 +36,27 @@ FP8 = torch.float8_e4m3fn
 MAX = tl.constexpr(448.0)
 MIN_GREATEST = tl.constexpr(2.0**-100)
 """Least maximum of a row, so that the scale of zeros has a finite inverse."""
+MAX_SIZE = 32768  # longest row whose activation is computed in registers
 TOKENS = 16  # rows of x up to which the product is bound by reading the weight
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (FP8 `[num_tokens, size]`, fp32 scales `[num_tokens, 1]`) of x.
+def quantize(
+    x: Tensor, activation: str | None = None, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return (FP8 `[num_tokens, size]`, fp32 scales `[num_tokens, 1]`) of x or act(x).
 
-    A row is about FP8 * scale; its maximum becomes 448. x: `[num_tokens, size]`. Raises ValueError
-    if x is not contiguous."""
+    A row is about FP8 * scale; its maximum becomes 448. x: `[num_tokens, size]`; gated: rows gate |
+    up `[num_tokens, 2 * size]`, of which act(gate) * up is quantized. An activation is rounded to
+    x's type first. Raises ValueError if x is not contiguous, and for an unknown activation."""
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
+    if activation is not None:
+        check_kind(activation)
     num_tokens, size = x.shape
-    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+    if gated:
+        size //= 2
+    out = torch.empty((num_tokens, size), dtype=FP8, device=x.device)
     scale = torch.empty((num_tokens, 1), dtype=torch.float32, device=x.device)
     size_pad = power_of_two(size)
     pdl = supported(x.device)
@@ -57,6 +65,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         out,
         scale,
         size,
+        KIND=activation or "",
+        GATED=gated,
         SIZE_PAD=size_pad,
         PDL=pdl,
         launch_pdl=pdl,
@@ -182,18 +192,39 @@ def round_to_fp8(x):
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, out_ptr, scale_ptr, size, SIZE_PAD: tl.constexpr, PDL: tl.constexpr):
+def store_quantized(x, column, live, size, out_ptr, scale_ptr):
+    """Quantize a program's row. x: its columns in fp32, 0 where not `live`."""
+    row = tl.program_id(0).to(tl.int64)
+    greatest = tl.maximum(tl.max(tl.abs(x), 0), MIN_GREATEST)
+    tl.store(out_ptr + row * size + column, to_fp8(x * tl.div_rn(MAX, greatest)), mask=live)
+    tl.store(scale_ptr + row, tl.div_rn(greatest, MAX))
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    size,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Quantize one row, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
+    live = column < size
+    own = x_ptr + row * (2 * size if GATED else size) + column
     wait(PDL)
     release(PDL)
-    x = tl.load(x_ptr + row * size + column, mask=column < size, other=0.0).to(tl.float32)
-    greatest = tl.maximum(tl.max(tl.abs(x), 0), MIN_GREATEST)
-    tl.store(
-        out_ptr + row * size + column, to_fp8(x * tl.div_rn(MAX, greatest)), mask=column < size
-    )
-    tl.store(scale_ptr + row, tl.div_rn(greatest, MAX))
+    x = tl.load(own, mask=live, other=0.0).to(tl.float32)
+    if KIND != "":
+        x = apply(x, KIND)
+        if GATED:
+            x *= tl.load(own + size, mask=live, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    store_quantized(x, column, live, size, out_ptr, scale_ptr)
 
 
 @triton.jit

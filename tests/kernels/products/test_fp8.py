@@ -126,6 +126,24 @@ def test_quantize_equals_reference(fp8, device, dtype, size):
     assert (error <= x.float().abs() / 16 + scale / 1024 * 1.001).all()
 
 
+@pytest.mark.on_cpu("torch.float16-100", "torch.bfloat16-2500")
+@pytest.mark.parametrize("size", [100, 2500, 14336])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_activations_are_rounded_twice(fp8, device, dtype, size):
+    """To 16 bits, as where nothing is fused, and then to FP8."""
+    from toolkit.kernels.triton.activation import activation, gated_activation
+
+    torch.manual_seed(0)
+    x = (3 * torch.randn(4, 2 * size, device=device)).to(dtype)
+    x[1], x[2, 5] = 0, NAN
+    for kind in ("silu", "gelu_tanh", "relu2"):
+        for gated, apply in ((True, gated_activation), (False, activation)):
+            rows, scale = fp8.quantize(x, kind, gated)
+            expected, expected_scale = fp8.quantize(apply(x, kind))
+            assert torch.equal(rows.view(torch.int8), expected.view(torch.int8))
+            torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
+
+
 def test_quantize_keeps_nan_and_infinity(fp8, device):
     x = torch.ones(3, 64, device=device)
     x[0, 5], x[1, 6] = NAN, INFINITY
@@ -251,6 +269,8 @@ def test_unsupported_inputs_are_errors(fp8):
         fp8.linear(**call | {"activation": "swish"})
     with pytest.raises(ValueError, match="contiguous"):
         fp8.quantize(call["x"].T)
+    with pytest.raises(ValueError, match="not one of"):
+        fp8.quantize(call["x"], "swish")
 
 
 # Real sizes, compiled

@@ -108,3 +108,42 @@ def test_size_decides_the_precision_of_rows(products, monkeypatch, tokens, shape
     monkeypatch.setattr(products, "scaled_product", lambda *_: "tokens")
     weight, x = torch.empty(shape, device="meta"), torch.empty(tokens, shape[1], device="meta")
     assert products.fp8_product(x, weight, weight[:, 0]) == kind
+    assert products.reads_rounded(tokens, weight) == (kind == "tokens")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "kind", "gated", "is_rounded"),
+    [
+        (65, 48, "silu", True, True),
+        (65, 64, "relu2", False, True),
+        (64, 48, "silu", True, False),
+        (65, 40, None, False, False),
+        (65, 80, "silu", True, False),  # longer than fp8.MAX_SIZE
+    ],
+)
+def test_results_for_another_product_are_rounded(
+    products, device, monkeypatch, tokens, size, kind, gated, is_rounded
+):
+    monkeypatch.setattr(products.fp8, "MAX_SIZE", 64)
+    torch.manual_seed(0)
+    weight, scale = reference.quantize_fp8(torch.randn(size * (1 + gated), 64, device=device))
+    x = torch.randn(tokens, 64, device=device).bfloat16()
+    bias = torch.randn(len(weight), device=device).bfloat16()
+    call = (x, weight, scale[:, 0].contiguous(), bias, kind)
+    expected = products.fp8_product(*call, gated=gated)
+    found = products.rounded_fp8_product(*call, gated=gated)
+    assert isinstance(found, reference.Rounded) == is_rounded
+    if not is_rounded:
+        assert torch.equal(found, expected)
+        return
+    values, scales = products.fp8.quantize(expected)
+    assert (found.dtype, len(found)) == (torch.bfloat16, tokens)
+    assert torch.equal(found.values.float(), values.float())
+    assert torch.equal(found.scales, scales)
+    weight, scale = reference.quantize_fp8(torch.randn(32, size, device=device))
+    down = weight, scale[:, 0].contiguous()
+    y = products.fp8_product(expected, *down)
+    assert torch.equal(products.fp8_product(found, *down), y)
+    wanted = torch.tensor([3, 0, 60], device=device)
+    few = products.fp8_product(found[wanted], *down)
+    torch.testing.assert_close(few, y[wanted], rtol=1e-2, atol=1e-2)

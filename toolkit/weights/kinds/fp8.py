@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from toolkit.errors import ConfigError
@@ -9,7 +11,10 @@ from toolkit.kernels import reference
 from toolkit.kernels.table import triton_kernels_for
 from toolkit.weights.groups import Blocks, Decoded
 from toolkit.weights.kinds.row_scaled import RowScaledWeight, ScaledProduct
-from toolkit.weights.weight import StackableWeight
+from toolkit.weights.weight import Epilogue, StackableWeight
+
+if TYPE_CHECKING:
+    from toolkit.weights.weight import Rows
 
 DTYPE = torch.float8_e4m3fn
 MIN_CAPABILITY = (8, 9)  # ada, the first GPUs with FP8 arithmetic
@@ -48,6 +53,19 @@ class FP8Weight(RowScaledWeight, StackableWeight):
     @property
     def adds_deltas(self) -> bool:
         return triton_kernels_for(self.values.device) is not None
+
+    def reads_rounded(self, num_tokens: int) -> bool:
+        kernels = triton_kernels_for(self.values.device)
+        return kernels is not None and kernels.reads_rounded(num_tokens, self.values)
+
+    def rounded_product(self, x: Rows, epilogue: Epilogue) -> Rows:
+        kernels = triton_kernels_for(self.values.device)
+        assert kernels is not None, "its reader is on the same GPU"
+        assert isinstance(x, torch.Tensor | reference.Rounded), "see fuses_norm"
+        bias, activation, gated, _, _, factors = epilogue
+        return kernels.rounded_fp8_product(
+            x, self.values, self.scales, bias, activation, gated=gated, factors=factors
+        )
 
     @staticmethod
     def choose_product(device: torch.device) -> ScaledProduct:

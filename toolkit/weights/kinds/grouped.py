@@ -87,6 +87,7 @@ class GroupedWeight(QuantizingWeight, StackableWeight):
         return self.grouped.nbytes + (0 if self.order is None else self.order.nbytes)
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        assert not isinstance(x, reference.Rounded), "see reads_rounded"
         bias, activation, gated, _, out, factors = epilogue
         if self.order is not None:
             assert isinstance(x, torch.Tensor), "see fuses_norm"

@@ -87,6 +87,7 @@ class GPUWeight(PlainWeight):
         self.kernels = kernels
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
+        assert not isinstance(x, reference.Rounded), "see reads_rounded"
         bias, activation, gated, _, out, factors = epilogue
         return self.kernels.product(
             x, self.values, bias, activation, gated=gated, out=out, factors=factors

@@ -53,7 +53,6 @@ class RowScaledWeight(QuantizingWeight):
         """Return the product before `finish`."""
 
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
-        assert isinstance(x, torch.Tensor), "see fuses_norm"
         bias, activation, gated, dtype, _, factors = epilogue
         product = self._product if factors is None else partial(self._product, factors=factors)
         y = product(x, self.values, self.scales, bias, activation, gated=gated)
