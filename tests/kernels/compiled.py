@@ -16,7 +16,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from toolkit.kernels.triton.all_reduce import _pushed_norm_kernel
-from toolkit.kernels.triton.attention.attention_hopper import SWIZZLED, hopper_prefill_kernel
+from toolkit.kernels.triton.attention.attention_hopper import (
+    SWIZZLED,
+    SWIZZLED_FP8,
+    hopper_prefill_kernel,
+)
 from toolkit.kernels.triton.attention.attention_kernels import (
     decode_kernel,
     merge_kernel,
@@ -320,9 +324,12 @@ def compile_sampling() -> None:
     compile_kernel("rules of transcriptions, bf16", _rules_kernel, masks, rules, 8, 3)
 
 
-def compile_hopper(name: str, block_size: int, group: int, dtype: str) -> None:
-    page = f"tensordesc<{dtype}[{min(64, block_size)}, 64],{SWIZZLED.value!r}>"
-    same = {f"{x}_ptr": f"*{dtype}" for x in ("q", "v", "out")}
+def compile_hopper(
+    name: str, block_size: int, group: int, dtype: str, cached: str | None = None
+) -> None:
+    layout, columns = (SWIZZLED, 64) if cached is None else (SWIZZLED_FP8, 128)
+    page = f"tensordesc<{cached or dtype}[{min(64, block_size)}, {columns}],{layout.value!r}>"
+    same = {f"{x}_ptr": f"*{dtype}" for x in ("q", "out")} | {"v_ptr": f"*{cached or dtype}"}
     types = DECODE_TYPES | same | {"counter_ptr": "*i32", "k_cache": page, "v_cache": page}
     shape = {"BLOCK_SIZE": block_size, "GROUP": group, "KV_HEADS": 8, "HEAD_SIZE": 128}
     constants = shape | {"INDIRECT": True, "TOKENS": 128 // group}
@@ -495,6 +502,7 @@ def main() -> None:
     compile_kernel("merge", merge_kernel, DECODE_TYPES, merge, 4, 3)
     compile_hopper("prefill on Hopper", 16, 4, "bf16")
     compile_hopper("prefill on Hopper, large blocks", 128, 7, "fp16")
+    compile_hopper("prefill on Hopper, FP8", 16, 4, "bf16", "fp8e4nv")
     compile_sampling()
     compile_draft_inputs()
     compile_towers()

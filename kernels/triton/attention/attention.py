@@ -51,6 +51,7 @@ class Tile(NamedTuple):
     keys: int  # per step of its loop
     warps: int
     stages: int  # of the pipeline
+    registers: int | None = None  # most of a thread; None: as the compiler chooses
 
 
 def paged_attention(
@@ -362,6 +363,7 @@ def decode(
         QUERIES=queries,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
     )
     if splits > 1:
         merge_kernel[(num_heads, batch.num_reqs, queries)](
@@ -408,7 +410,7 @@ def prefill(batch: Batch, logits: Logits, *, singles: bool, tile: Tile | None = 
 
 
 def _suits_hopper(batch: Batch, logits: Logits) -> bool:
-    """Return True if `attention_hopper` supports the call: causal attention of 16-bit heads of 128.
+    """Return True if `attention_hopper` supports the call: causal attention of heads of 128.
 
     It copies pages as rows of one matrix, and the rest 16 bytes at a time, which Triton allows only
     if it knows that strides are divisible by 16."""
@@ -418,8 +420,8 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
     return (
         _is_hopper(batch.q.device)
         and batch.last_key is None
-        and cache.dtype == batch.q.dtype
-        and cache.dtype.itemsize == 2
+        and batch.q.element_size() == 2
+        and cache.dtype in (batch.q.dtype, FP8)
         and head_size == 128
         and batch.group <= 128
         and not (logits.sliding_window or logits.chunk)
@@ -448,8 +450,9 @@ def _prefill_on_hopper(batch: Batch, logits: Logits, singles: bool) -> None:
         num_blocks, block_size, num_kv_heads, head_size = cache.shape
         num_rows = (num_blocks - 1) * (cache.stride(0) // cache.stride(1)) + block_size
         shape, strides = [num_rows, num_kv_heads * head_size], [cache.stride(1), 1]
-        page = [min(block_size, hopper.KEYS.value), hopper.COLUMNS.value]
-        return TensorDescriptor(cache, shape, strides, page, hopper.SWIZZLED.value)
+        page = [min(block_size, hopper.KEYS.value), hopper.ROW_BYTES.value // cache.element_size()]
+        layout = hopper.SWIZZLED_FP8 if cache.dtype == FP8 else hopper.SWIZZLED
+        return TensorDescriptor(cache, shape, strides, page, layout.value)
 
     tokens = 2 * hopper.HALF.value // batch.group
     num_jobs = (batch.q.shape[0] // tokens + batch.num_reqs) * batch.num_kv_heads
@@ -526,7 +529,7 @@ def _decode_tile(batch: Batch, queries: int) -> Tile:
         is_wide = rows > 16 or row_bytes > 1024
         return Tile(rows, keys, warps=8 if is_wide else 4, stages=2 if row_bytes > 1024 else 3)
     if rows == 16 and row_bytes == 128 and batch.programs_per_multiprocessor > MAX_RESIDENT:
-        return Tile(rows, keys=32, warps=1, stages=3)
+        return Tile(rows, keys=32, warps=1, stages=3, registers=168)
     warps = 2 if rows == 16 else 8 if rows > 64 and queries > 1 else 4
     return Tile(rows, keys, warps, stages=3 if row_bytes <= 256 else 4)
 

@@ -24,6 +24,7 @@ WIDE = Case(
     head_size=128,
     dtype=torch.bfloat16,
 )
+CACHED = [None, FP8]
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ def check(triton_attention, case: Case, times: int = 1) -> None:
         ({}, True),
         ({"dtype": torch.float16, "block_size": 256, "heads": 71, "kv_heads": 1}, True),
         ({"dtype": torch.float32}, False),
-        ({"cached": FP8}, False),
+        ({"cached": FP8}, True),
+        ({"cached": FP8, "dtype": torch.float32}, False),
         ({"window": 5}, False),
         ({"cap": 5.0}, False),
         ({"head_size": 64}, False),
@@ -146,15 +148,23 @@ def test_supported_gpus_and_triton_versions(
 @gpu
 @needs_hopper
 @pytest.mark.parametrize(
-    ("block_size", "dtype", "heads"),
+    ("block_size", "dtype", "cached", "heads"),
     pairwise(
         [8, 16, 32, 64, 128, 256],
         [torch.bfloat16, torch.float16],
+        CACHED,
         [(3, 3), (8, 2), (16, 2), (14, 2), (8, 1), (71, 1), (128, 1)],
     ),
 )
-def test_every_supported_shape(triton_attention, calls, block_size, dtype, heads):
-    case = replace(WIDE, block_size=block_size, dtype=dtype, heads=heads[0], kv_heads=heads[1])
+def test_every_supported_shape(triton_attention, calls, block_size, dtype, cached, heads):
+    case = replace(
+        WIDE,
+        block_size=block_size,
+        dtype=dtype,
+        cached=cached,
+        heads=heads[0],
+        kv_heads=heads[1],
+    )
     check(triton_attention, case, times=3)
     assert calls == [True] * 3
 
@@ -163,19 +173,22 @@ def test_every_supported_shape(triton_attention, calls, block_size, dtype, heads
 @needs_hopper
 @pytest.mark.parametrize("query_len", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300])
 @pytest.mark.parametrize("before", [0, 1, 63, 64, 65, 500])
-def test_prompts_around_tile_sizes(triton_attention, calls, query_len, before):
-    check(triton_attention, replace(WIDE, lens=((query_len, before + query_len), (2, 2))))
+@pytest.mark.parametrize("cached", CACHED)
+def test_prompts_around_tile_sizes(triton_attention, calls, query_len, before, cached):
+    lens = (query_len, before + query_len), (2, 2)
+    check(triton_attention, replace(WIDE, lens=lens, cached=cached))
     assert calls
 
 
 @gpu
 @needs_hopper
-def test_calls_with_different_numbers_of_jobs(triton_attention, calls):
+@pytest.mark.parametrize("cached", CACHED)
+def test_calls_with_different_numbers_of_jobs(triton_attention, calls, cached):
     """Each call starts at its first job, whatever the number of programs in the call before."""
     for queries in (3, 300, 1, 2):
         check(
             triton_attention,
-            replace(WIDE, lens=((queries, 400),), heads=4, kv_heads=1, seed=queries),
+            replace(WIDE, lens=((queries, 400),), heads=4, kv_heads=1, seed=queries, cached=cached),
         )
     assert calls
 
@@ -198,8 +211,11 @@ def test_rows_index_a_larger_block_table(triton_attention, calls):
 
 @gpu
 @needs_hopper
-def test_many_queries_without_context_yield_zeros(triton_attention, calls):
-    case = replace(WIDE, lens=((100, 100), (200, 200)), device=torch.device("cuda", 0))
+@pytest.mark.parametrize("cached", CACHED)
+def test_many_queries_without_context_yield_zeros(triton_attention, calls, cached):
+    case = replace(
+        WIDE, lens=((100, 100), (200, 200)), cached=cached, device=torch.device("cuda", 0)
+    )
     inputs = make(case)
     expected = reference.paged_attention(*inputs.arguments, **case.options)
     inputs.seq_lens[0] = 0
@@ -243,9 +259,11 @@ def test_more_requests_than_one_search_covers(triton_attention, calls):
 
 @gpu
 @needs_hopper
-def test_more_jobs_than_programs_with_very_different_lengths(triton_attention, calls):
+@pytest.mark.parametrize("cached", CACHED)
+def test_more_jobs_than_programs_with_very_different_lengths(triton_attention, calls, cached):
     lens = ((900, 900), (1, 3000), (40, 2500), (700, 1500), (3, 3), (256, 4000))
-    check(triton_attention, replace(WIDE, lens=lens, heads=16, kv_heads=8), times=3)
+    case = replace(WIDE, lens=lens, heads=16, kv_heads=8, cached=cached)
+    check(triton_attention, case, times=3)
     assert calls
 
 
@@ -288,8 +306,10 @@ def test_padding_writes_nothing_and_no_context_yields_zeros(triton_attention, ca
 
 @gpu
 @needs_hopper
-def test_captured_graphs_follow_the_lengths(triton_attention, calls):
-    long = replace(WIDE, lens=((200, 900), (1, 500), (9, 64)), device=torch.device("cuda", 0))
+@pytest.mark.parametrize("cached", CACHED)
+def test_captured_graphs_follow_the_lengths(triton_attention, calls, cached):
+    lens = (200, 900), (1, 500), (9, 64)
+    long = replace(WIDE, lens=lens, cached=cached, device=torch.device("cuda", 0))
     short = make(replace(long, lens=((200, 240), (1, 300), (9, 9)), seed=1))
     inputs = make(long)
     out = torch.full(inputs.q.shape, NAN, device=long.device, dtype=long.dtype)
