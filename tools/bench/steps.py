@@ -255,7 +255,7 @@ class StepWatch:
         seconds = self._ended - self._began
         profiled = len(self._steps) - SKIPPED - timed
         found = None
-        if self._profiler is not None and profiled:
+        if self._profiler is not None and profiled == self._span.profiled:
             with tempfile.TemporaryDirectory() as folder:
                 found = summarize(self._profiler, Path(folder) / "trace.json")
         return StepTimes(
