@@ -14,7 +14,8 @@ import torch
 from tests import checkpoints, engines
 from toolkit import LLM
 from toolkit.scheduler import SchedulerOutput
-from toolkit.worker.graph_policy import GraphPolicy
+from toolkit.worker.graph_policy import GraphPolicy, least
+from toolkit.worker.step_sizes import DECODE, MIXED, TOKEN_BUDGETS, VERIFY, sizes_below
 
 
 def a_step(counts: list[int], computed: list[int]) -> SchedulerOutput:
@@ -75,6 +76,30 @@ def test_number_of_graphs_is_bounded(limits, most_graphs, most_decode, most_mixe
     assert [s.num_tokens for s in shapes] == sorted((s.num_tokens for s in shapes), reverse=True)
     assert all(s.num_reqs <= min(limits[0], s.num_tokens) for s in shapes)
     assert all(s.max_seq_len == limits[2] for s in shapes)
+
+
+@pytest.mark.parametrize(
+    ("table", "first", "few", "share"),
+    [
+        (DECODE, [1, 2, 4, 8, 16], 8, 1 / 8),
+        (VERIFY, [1, 2, 4, 8, 12], 8, 1 / 2),
+        (MIXED, [64, 128, 192, 256, 320], 64, 1 / 2),
+    ],
+    ids=["decode", "verify", "mixed"],
+)
+def test_sizes_bound_the_padding(table, first, few, share):
+    sizes = sizes_below(2**13 + 1, table)
+    assert list(sizes[:5]) == first
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == 2**13
+    for wanted in range(sizes[0], sizes[-1] + 1):
+        assert least(sizes, wanted) - wanted < max(few, share * wanted)
+    assert sizes_below(sizes[5], table) == sizes[:5]
+    assert sizes_below(sizes[5] + 1, table) == sizes[:6]
+
+
+def test_largest_step_of_a_gpu_has_a_graph():
+    assert sizes_below(TOKEN_BUDGETS["cuda"] + 1, MIXED)[-1] == TOKEN_BUDGETS["cuda"]
 
 
 @pytest.mark.parametrize("limits", [(256, 8192, 32768), (3, 500, 100), (1500, 1400, 1000)], ids=str)

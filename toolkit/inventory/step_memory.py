@@ -14,6 +14,7 @@ from toolkit.models.memory import Memory
 from toolkit.weights.formats import Packings
 from toolkit.worker.graph_policy import GraphPolicy, new_drafter_graphs
 from toolkit.worker.startup.cache_problem import table_bytes
+from toolkit.worker.step_sizes import TOKEN_BUDGETS
 
 CPU_RUNTIME = 400 * 2**20
 """Memory of a CPU server's processes without weights and cache: 223 MiB idle (2026-11-21)."""
@@ -38,7 +39,7 @@ class Drafting:
 
 def step_tokens(engine: EngineConfig, *, on_gpu: bool) -> int:
     """Return the most tokens of one step."""
-    return engine.scheduler.max_num_batched_tokens or (8192 if on_gpu else 2048)
+    return engine.scheduler.max_num_batched_tokens or TOKEN_BUDGETS["cuda" if on_gpu else "cpu"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from toolkit.models.describe import FeatureEncoder
 from toolkit.pictures.families import find_family
 from toolkit.pictures.settings import read_processor
 from toolkit.scheduler.encoder_cache import ROWS_PER_PAGE
-from toolkit.worker.graph_policy import CAPTURED_CLIPS, picture_rows
+from toolkit.worker.step_sizes import CLIPS, picture_rows
 
 SPECTRUM_BYTES = 16 * 201  # of a frame: complex numbers, and their powers
 
@@ -93,10 +93,10 @@ def encoder_step(encoder: FeatureEncoder | None, engine: EngineConfig, type_byte
     widest = max(block.mlp.size for block in encoder.blocks)
     of_rows = encoder.num_rows * (8 * encoder.hidden + 2 * widest) * type_bytes
     of_frames = STRIDE * encoder.num_rows * (SPECTRUM_BYTES + 2 * encoder.hidden * type_bytes)
-    clips = CAPTURED_CLIPS[-1] * (of_rows + of_frames)
+    clips = CLIPS[-1] * (of_rows + of_frames)
     if engine.device.enforce_eager:
         return clips
-    return 2 * clips + len(CAPTURED_CLIPS) * len(encoder.blocks) * GRAPH_LAYER_BYTES
+    return 2 * clips + len(CLIPS) * len(encoder.blocks) * GRAPH_LAYER_BYTES
 
 
 def _most_rows(checkpoint: Checkpoint, engine: EngineConfig, sight: Sight) -> int:

@@ -19,7 +19,7 @@ from toolkit.models.decoder import Decoder
 from toolkit.scheduler import SchedulerOutput
 from toolkit.scheduler.output import Encode
 from toolkit.speech.clip import Clip
-from toolkit.worker.graph_policy import CAPTURED_CLIPS
+from toolkit.worker.step_sizes import CLIPS
 
 NO_SLOT = -1
 
@@ -39,8 +39,8 @@ class Clips:
     def apply(self, step: SchedulerOutput) -> None:
         """Encode the clips of a step."""
         loads = [load for load in step.loads if isinstance(load, Encode)]
-        for first in range(0, len(loads), CAPTURED_CLIPS[-1]):
-            some = loads[first : first + CAPTURED_CLIPS[-1]]
+        for first in range(0, len(loads), CLIPS[-1]):
+            some = loads[first : first + CLIPS[-1]]
             clips = [Clip(load.data).samples for load in some]
             self._encode(clips, [load.pages for load in some])
 
@@ -86,7 +86,7 @@ class Clips:
         """Encode silence, as many clips as there may be at once, kernel by kernel."""
         graphs, self._graphs = self._graphs, {}
         count = -(-self.encoder.num_rows // self._page_tokens)
-        for n in CAPTURED_CLIPS:
+        for n in CLIPS:
             self._encode([np.zeros(1, np.float32)] * n, [[0] * count] * n)
         self._graphs = graphs
 
@@ -97,7 +97,7 @@ class Clips:
             return
         pool: Any = torch.cuda.graph_pool_handle()
         rows, length = self.encoder.num_rows, self.encoder.encoder.num_samples
-        for n in CAPTURED_CLIPS:
+        for n in CLIPS:
             samples = torch.zeros(n, length, dtype=torch.float32, device=self._device)
             slots = torch.full((n * rows,), NO_SLOT, dtype=torch.int64, device=self._device)
             graph, _ = capture(functools.partial(self._compute, samples, slots), pool)

@@ -16,7 +16,7 @@ from toolkit.scheduler import NewRow, SchedulerOutput
 from toolkit.scheduler.output import Encode
 from toolkit.sequence import Feature
 from toolkit.worker.axes import axis_positions
-from toolkit.worker.graph_policy import MOST_PICTURE_ROWS
+from toolkit.worker.step_sizes import MOST_PICTURE_ROWS
 
 Ints = npt.NDArray[np.int64]
 

@@ -1,7 +1,7 @@
 """The CUDA graphs of an engine, and the choice of one for a step.
 
 A graph is a step of one padded shape: the fewer shapes, the more padding, and the more shapes, the
-longer the start and the more memory. Steps without a graph run kernel by kernel."""
+longer the start and the more memory (`step_sizes`). Steps without a graph run kernel by kernel."""
 
 import bisect
 from collections.abc import Sequence
@@ -9,16 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.scheduler import SchedulerOutput
+from toolkit.worker.step_sizes import DECODE, MIXED, SAMPLED, VERIFY, sizes_below
 
-MIXED_TOKENS = (
-    *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), 2560, 3072, 4096, 6144,
-    8192,
-)  # fmt: skip
-"""Padded token counts of captured steps that mix prompts and next tokens."""
-MOST_PICTURE_ROWS = 2048  # of a captured tower
-MOST_PICTURES = 16  # of a captured tower
-CAPTURED_CLIPS = (1, 2, 4)
-"""Numbers of clips that are encoded at once. An H200's products are no faster with more of 30 s."""
 MOST_STEP_DRAFTS = 512
 """Drafts of all requests of a step. From about as many tokens on, a step computes more than it
 reads, and takes longer with each."""
@@ -78,9 +70,8 @@ class GraphPolicy:
     @cached_property
     def decode_sizes(self) -> tuple[int, ...]:
         """Numbers of requests of decode steps worth capturing."""
-        sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
         most = self.most_requests
-        return *(n for n in (*sizes, *range(576, most, 64)) if n < most), most
+        return *sizes_below(most, DECODE), most
 
     @property
     def most_step_drafts(self) -> int:
@@ -94,20 +85,19 @@ class GraphPolicy:
         if not self.most_drafts:
             return ()
         most = min(self.most_requests, self.most_step_drafts // self.most_drafts)
-        sizes = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, *range(128, most, 32))
-        return tuple(n for n in sizes if n < most) + (most,) * (most > 0)
+        return sizes_below(most, VERIFY) + (most,) * (most > 0)
 
     @cached_property
     def mixed_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens of mixed steps worth capturing."""
-        useful = bisect.bisect_left(MIXED_TOKENS, self.most_tokens) + 1
-        return tuple(n for n in MIXED_TOKENS[:useful] if n <= self.max_num_tokens)
+        sizes = sizes_below(self.max_num_tokens + 1, MIXED)
+        return sizes[: bisect.bisect_left(sizes, self.most_tokens) + 1]
 
     @property
     def penalized_sizes(self) -> tuple[int, ...]:
         """Numbers of rows of logits that are sampled again, worth capturing."""
         most = self.max_num_seqs + self.most_step_drafts
-        return *(n for n in (4, 16, 64, 256) if n < most), most
+        return *(n for n in SAMPLED if n < most), most
 
     @cached_property
     def shapes(self) -> list[StepShape]:
@@ -176,16 +166,6 @@ def new_drafter_graphs(shapes: Sequence[StepShape]) -> list[tuple[bool, bool]]:
         if drafts:
             drafted.add(shape.num_reqs)
     return found
-
-
-def picture_rows(fixed: int) -> tuple[int, ...]:
-    """Return the padded rows of captured towers: those of the pictures that are encoded together.
-
-    fixed: rows of every picture; 0 if they differ."""
-    if fixed:
-        count = min(MOST_PICTURES, MOST_PICTURE_ROWS // fixed)
-        return tuple(fixed * number for number in range(1, count + 1))
-    return tuple(range(128, MOST_PICTURE_ROWS + 1, 128))
 
 
 def least(sizes: tuple[int, ...], at_least: int) -> int | None:

@@ -16,7 +16,8 @@ from toolkit.hardware.graph_capture import capture
 from toolkit.hardware.memory import to_device
 from toolkit.models.tower import PictureBatch, TowerModel
 from toolkit.models.towers.parts import Grid, PictureArrays
-from toolkit.worker.graph_policy import MOST_PICTURES, least, picture_rows
+from toolkit.worker.graph_policy import least
+from toolkit.worker.step_sizes import MOST_PICTURES, picture_rows
 
 PATCHES_PER_WINDOW = 32  # at least, on average
 

@@ -465,12 +465,12 @@ def test_no_tokens_have_no_results(kernels, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, reference.FP8, torch.int16], ids=str)
 def test_tiles_are_equal_within_a_class_of_tokens(kernels, num_experts, chosen, sizes, dtype):
     """Warm-up compiles the kernels of one number of tokens per class."""
-    from toolkit.worker.graph_policy import MIXED_TOKENS
+    from toolkit.worker.step_sizes import MIXED, sizes_below
 
     weight = Stack(torch.empty(num_experts, 2, 1, dtype=dtype, device="meta"))
     up, down = (kernels.Operand.of(weight, columns) for columns in sizes)
     matmul_classes = {1, 8, 16, 32, 48, 64}
-    assert set(kernels.ROW_CLASSES) <= matmul_classes | set(MIXED_TOKENS)
+    assert set(kernels.ROW_CLASSES) <= matmul_classes | set(sizes_below(8193, MIXED))
 
     def choice(n: int) -> tuple[object, bool]:
         best = kernels.best_tiles(n, chosen, up, down)

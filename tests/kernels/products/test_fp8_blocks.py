@@ -388,7 +388,7 @@ def test_products_add_adapters(kernels, device, tokens, gated):
 )
 def test_warm_up_has_a_step_for_each_kernel(kernels, shape):
     """More rows than MORE_ROW_CLASSES have one kernel, which the largest step compiles."""
-    from toolkit.worker.graph_policy import MIXED_TOKENS
+    from toolkit.worker.step_sizes import MIXED, sizes_below
 
     def kernel(tokens: int) -> tuple[object, ...]:
         return kernels.fp8_matmul.best_tile(tokens, *shape), kernels.matmul.late(
@@ -396,7 +396,7 @@ def test_warm_up_has_a_step_for_each_kernel(kernels, shape):
         )
 
     classes = (*kernels.matmul.ROW_CLASSES, *kernels.products.MORE_ROW_CLASSES)
-    assert set(kernels.products.MORE_ROW_CLASSES) <= set(MIXED_TOKENS)
+    assert set(kernels.products.MORE_ROW_CLASSES) <= set(sizes_below(8193, MIXED))
     warm = {kernel(tokens) for tokens in classes if tokens > kernels.fp8.TOKENS}
     assert {kernel(tokens) for tokens in range(17, classes[-1] + 1)} == warm
     assert len({kernel(tokens) for tokens in range(classes[-1] + 1, 20_000, 7)}) == 1

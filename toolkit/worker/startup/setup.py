@@ -17,6 +17,7 @@ from toolkit.models.config.model_config import ArchitectureConfig
 from toolkit.models.config.registry import describe, load_plugins
 from toolkit.pooling import heads
 from toolkit.weights.quantization import require
+from toolkit.worker.step_sizes import TOKEN_BUDGETS
 
 
 def use_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
@@ -67,9 +68,7 @@ class Setup:
     @property
     def token_budget(self) -> int:
         """Most tokens of one step."""
-        return self.config.scheduler.max_num_batched_tokens or (
-            8192 if self.device.type == "cuda" else 2048
-        )
+        return self.config.scheduler.max_num_batched_tokens or TOKEN_BUDGETS[self.device.type]
 
     @property
     def num_compile_threads(self) -> int:
