@@ -23,6 +23,7 @@ from tests.hearing import (
 from toolkit import LLM, SamplingParams
 from toolkit.errors import ConfigError, InvalidRequestError
 from toolkit.models.audio_encoder import LogMel, mel_filters
+from toolkit.sampling.structured_outputs import StructuredOutputsParams
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 COUNT = 20  # tokens of an answer
@@ -176,6 +177,27 @@ def test_wrong_prompts_are_refused(engine: Callable[..., LLM], folder, prompt, m
         prompt = {"prompt_token_ids": [START], "multi_modal_data": prompt}
     with pytest.raises(InvalidRequestError, match=message):
         engine(folder, dtype="float32").generate([prompt], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"allowed_token_ids": [5, 6]},
+        {"structured_outputs": StructuredOutputsParams(choice=["a"])},
+    ],
+    ids=["allowed tokens", "structured output"],
+)
+def test_choices_of_tokens_exclude_timestamps(engine: Callable[..., LLM], folder, changes):
+    llm = engine(folder, dtype="float32")
+    sound = {"audio": (CLIPS[0], hearing.RATE)}
+    timed = {"prompt_token_ids": [START, ENGLISH, TRANSCRIBE], "multi_modal_data": sound}
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, **changes)
+    with pytest.raises(InvalidRequestError, match=f"^{next(iter(changes))} excludes.*notimestamps"):
+        llm.generate(timed, params, use_tqdm=False)
+    if "allowed_token_ids" in changes:
+        for prompt in ([*timed["prompt_token_ids"], NO_TIMESTAMPS], [START]):
+            (result,) = llm.generate({**timed, "prompt_token_ids": prompt}, params, use_tqdm=False)
+            assert set(result.outputs[0].token_ids) <= {5, 6}
 
 
 def test_models_that_do_not_hear_refuse_clips(engine: Callable[..., LLM]):

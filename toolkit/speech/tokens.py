@@ -53,6 +53,11 @@ class SpeechTokens(msgspec.Struct, kw_only=True, frozen=True):
             ids.append(self.transcribe if task == "transcribe" else self.translate)
         return ids if timestamps else [*ids, self.no_timestamps]
 
+    def asks_for_timestamps(self, prompt: Sequence[int]) -> bool:
+        """Return True if an answer to the prompt has timestamps. The start asks for a language."""
+        asks_for_language = self.is_multilingual and prompt[-1] == self.start
+        return prompt[-1] != self.no_timestamps and not asks_for_language
+
     def seconds(self, token: int) -> float:
         """Return the time of a timestamp, from the clip's beginning."""
         return (token - self.first_timestamp) * SECONDS_PER_TIMESTAMP

@@ -149,6 +149,7 @@ class InputProcessor:
         for sequence in params.bad_words_token_ids or ():
             self._check_tokens("bad_words_token_ids", sequence)
         self._check_token_remains(params)
+        self._check_timestamps(token_ids, params)
         prediction = self._tokenize_prediction(params.prediction)
         params = msgspec.structs.replace(params, prediction=None) if params.prediction else params
         check_arguments(self._processors, params.extra_args, self.info.vocab_size)
@@ -272,6 +273,18 @@ class InputProcessor:
                 if params.min_tokens
                 else "bad_words",
             )
+
+    def _check_timestamps(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Raise InvalidParamError for a choice of tokens that excludes timestamps they need."""
+        if self.info.hearing is None or not self.info.hearing.tokens.asks_for_timestamps(token_ids):
+            return
+        for name in ("structured_outputs", "allowed_token_ids"):
+            if getattr(params, name) is not None:
+                raise InvalidParamError(
+                    name,
+                    "excludes the timestamps that this prompt asks for. End it with "
+                    "<|notimestamps|>.",
+                )
 
     def require_generation(self) -> None:
         """Raise InvalidRequestError if the model does not generate text."""
