@@ -64,6 +64,7 @@ class Engine:
         self.model = model
         self.info = SimpleNamespace(
             hearing=hearing,
+            device="cuda:0",
             max_model_len=448,
             sight=None,
             sound=None,

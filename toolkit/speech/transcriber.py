@@ -32,7 +32,9 @@ from toolkit.speech.transcript import (
 )
 from toolkit.speech.windows import TimedClip
 
-MAX_RUNNING = 64  # windows of one file that the engine has at once
+MAX_RUNNING, MAX_RUNNING_ON_CPU = 64, 16
+"""Windows of one file that the engine has at once. Shorter files wait for them, and a CPU is no
+faster with more than 16: a short file then takes 0.7 instead of 2.7 s next to 23 windows."""
 
 # Thresholds of section 4.5 of arXiv:2212.04356.
 MOST_COMPRESSION = 2.4

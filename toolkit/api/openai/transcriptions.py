@@ -43,7 +43,7 @@ from toolkit.speech.formats import (
     usage_of,
 )
 from toolkit.speech.tokens import HearingInfo, Task
-from toolkit.speech.transcriber import MAX_RUNNING, Part, Transcriber
+from toolkit.speech.transcriber import MAX_RUNNING, MAX_RUNNING_ON_CPU, Part, Transcriber
 from toolkit.speech.transcript import Transcript, WindowText
 from toolkit.speech.windows import Windows, split_windows
 from toolkit.text.tokenizer import Tokenizer
@@ -120,7 +120,8 @@ async def _answer(request: Request, task: Task) -> Response:
         aligner,
     )
     windows = await while_connected(request, _windows(target, form.file, hearing))
-    most_running = room_for_answers(target, min(len(windows), MAX_RUNNING))
+    most = MAX_RUNNING_ON_CPU if target.engine.info.device == "cpu" else MAX_RUNNING
+    most_running = room_for_answers(target, min(len(windows), most))
     transcript = Transcript(windows.seconds, task)
     timeout, metrics = config.request_timeout, target.engine.metrics
     work = _Work(body, tokenizer, transcriber, windows, most_running, transcript, timeout, metrics)
