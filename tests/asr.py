@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 from tests import checkpoints, hearing
 from tests.references import Reference
 
-START, END, AUDIO_START, SOUND, AUDIO_END = range(257, 262)
+START, END, AUDIO_START, SOUND, AUDIO_END, MARKER = range(257, 263)
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
+TEXT = "<asr_text>"
+_VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+BYTES = (*_VISIBLE, *(byte for byte in range(256) if byte not in _VISIBLE))
+"""Byte of each token, in GPT-2's order."""
 COUNT = 16  # tokens of an answer
 SETTINGS = {
     "audio_token_id": SOUND,
@@ -25,7 +30,7 @@ SETTINGS = {
     "text_config": {
         "model_type": "qwen3", "hidden_size": 48, "intermediate_size": 72, "head_dim": 16,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 256, "tie_word_embeddings": False,
+        "max_position_embeddings": 256, "tie_word_embeddings": False, "vocab_size": 264,
     },
 }  # fmt: skip
 TEMPLATE = (
@@ -69,6 +74,24 @@ def answer(model: Reference, prompt: list[int], clips: list[hearing.Samples]) ->
     return model.tokens(f"clips {names} {prompt}", compute, COUNT)
 
 
+def tokens(text: str) -> list[int]:
+    """Return the tokens of a text: bytes, and special tokens."""
+    found: list[int] = []
+    for part in re.split("(" + "|".join(map(re.escape, (*SPECIAL, TEXT))) + ")", text):
+        if part == TEXT:
+            found.append(MARKER)
+        elif part in SPECIAL:
+            found.append(START + SPECIAL.index(part))
+        else:
+            found += [BYTES.index(byte) for byte in part.encode()]
+    return found
+
+
+def spelled(token_ids: list[int]) -> str:
+    """Return the text of tokens, without special ones."""
+    return bytes(BYTES[token] for token in token_ids if token < 256).decode(errors="replace")
+
+
 def spectrogram(asr: Any, clip: hearing.Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """Return Transformers' features of a clip, and which of its frames are sound."""
     from transformers.models.qwen3_asr import Qwen3ASRFeatureExtractor
@@ -88,6 +111,8 @@ def save(folder: Path) -> Path:
     tokenizer["added_tokens"] = [first] + [
         first | {"id": START + index, "content": text} for index, text in enumerate(SPECIAL)
     ]
+    marker = {"id": MARKER, "content": TEXT, "special": False}
+    tokenizer["added_tokens"].append(first | marker)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     checkpoints.edit_json(folder / "tokenizer_config.json", extra_special_tokens=list(SPECIAL))
     return folder

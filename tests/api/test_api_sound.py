@@ -114,11 +114,49 @@ def test_sound_that_cannot_be_read_is_refused(client, message, named):
     assert raised.value.param.startswith("messages[0].content[0].input_audio")
 
 
-def test_transcriptions_name_the_route(client):
-    with pytest.raises(openai.BadRequestError, match="input_audio"):
-        client.audio.transcriptions.create(model="tiny", file=("a.wav", written(FIRST, RATE)))
+@pytest.mark.parametrize("prompt", ["", "Moroni"])
+def test_transcriptions_equal_transformers(client, prompt):
+    """The language begins the answer, and the prompt is the system's message."""
+    text = f"<|im_start|>system\n{prompt}<|im_end|>\n<|im_start|>user\n"
+    text += "<|audio_start|><|audio_pad|><|audio_end|><|im_end|>\n<|im_start|>assistant\n"
+    expected = asr.answer(
+        asr.reference(),
+        asr.tokens(f"{text}language German<asr_text>"),
+        [(FIRST / 2**15).astype(np.float32)],
+    )
+    wishes = {"max_completion_tokens": asr.COUNT, "ignore_eos": True}
+    done = client.audio.transcriptions.create(
+        model="tiny",
+        file=("a.wav", written(FIRST, RATE)),
+        language="de",
+        prompt=prompt,
+        extra_body=wishes,
+    )
+    assert done.text == asr.spelled(expected).strip()
+    assert done.usage.seconds == 1
+
+
+@pytest.mark.parametrize(
+    ("wishes", "named"),
+    [
+        ({"response_format": "srt"}, "must be json or text"),
+        ({"language": "la"}, "must be a code"),
+        ({"extra_body": {"temperature_fallback": True}}, "such as Whisper"),
+        ({"extra_body": {"condition_on_previous_text": True}}, "such as Whisper"),
+    ],
+)
+def test_transcriptions_without_times_refuse_them(client, wishes, named):
+    file = ("a.wav", written(FIRST, RATE))
+    with pytest.raises(openai.BadRequestError, match=named):
+        client.audio.transcriptions.create(model="tiny", file=file, **wishes)
+
+
+def test_translations_need_another_model(client):
+    with pytest.raises(openai.BadRequestError, match="does not translate"):
+        client.audio.translations.create(model="tiny", file=("a.wav", written(FIRST, RATE)))
 
 
 def test_the_model_lists_audio(client, server):
     [card] = client.models.list().data
     assert card.input_modalities == ["text", "audio"]
+    assert card.tasks == ["generate", "transcription", "chat"]

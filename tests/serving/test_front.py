@@ -23,7 +23,12 @@ def test_objects_of_start_up_are_exempt_from_collection(monkeypatch):
     one = front.SingleProcess([setup], ServerConfig())
     cores = types.SimpleNamespace(infos=[])
     engine = types.SimpleNamespace(
-        start=nothing, tokenizer=None, cores=cores, default_sampling={}, died=asyncio.Event()
+        start=nothing,
+        tokenizer=None,
+        cores=cores,
+        default_sampling={},
+        inputs=types.SimpleNamespace(transcribes=False),
+        died=asyncio.Event(),
     )
     monkeypatch.setattr(one, "_engines", [engine])
     http = types.SimpleNamespace(start=nothing)

@@ -72,7 +72,9 @@ class Engine:
             tasks=["generate"],
         )
         self.tokenizer = SimpleNamespace(has_chat_template=False)
-        self.inputs = SimpleNamespace(require_tokenizer=Tokens)
+        self.inputs = SimpleNamespace(
+            require_tokenizer=Tokens, transcribes=hearing is not None, transcript_marker=None
+        )
         self.metrics = Metrics("tk", "tiny")
         self.stats = SimpleNamespace(num_running=0)
         self.config: Any = SimpleNamespace(model=SimpleNamespace(model="tiny"))

@@ -23,6 +23,7 @@ from toolkit.speech.segments import Segment
 from toolkit.speech.tokens import HearingInfo
 from toolkit.speech.transcriber import MAX_RUNNING, Transcriber, TranscriptionOptions
 from toolkit.speech.transcript import Transcript, WindowText
+from toolkit.speech.whisper import Whisper
 
 NAMES = ["One", "Two", "Three", "Four", "Five"]
 
@@ -39,11 +40,16 @@ def times(found: Sequence[WindowText | Segment]) -> list[tuple[float, float]]:
     return [(round(one.start, 3), round(one.end, 3)) for one in found]
 
 
+def transcriber(model: FakeModel, aligner=None, hearing=HEARING, **options) -> Transcriber:
+    wishes = TranscriptionOptions(**options)
+    return Transcriber(Whisper(model, hearing, BYTES, 448, wishes, aligner), wishes)
+
+
 def run(model: FakeModel, count: int = 3, aligner=None, most_running: int = MAX_RUNNING, **options):
     """Return (parts of text, transcript)."""
 
     async def collect():
-        made = Transcriber(model, HEARING, BYTES, 448, TranscriptionOptions(**options), aligner)
+        made = transcriber(model, aligner, **options)
         transcript, texts = Transcript(29.5 * count), []
         async with aclosing(made.parts(windows(count), transcript, most_running)) as parts:
             texts += [part.text async for part in parts]
@@ -106,7 +112,7 @@ def test_translations_are_english():
 def test_english_models_do_not_translate():
     hearing = HearingInfo(tokens=ENGLISH)
     with pytest.raises(InvalidRequestError, match="cannot translate"):
-        Transcriber(FakeModel(named), hearing, BYTES, 448, TranscriptionOptions(task="translate"))
+        transcriber(FakeModel(named), hearing=hearing, task="translate")
 
 
 def test_prompt_is_before_each_window_and_is_cut():
@@ -253,7 +259,7 @@ def test_closing_ends_all_windows_that_run():
     model = FakeModel(named)
 
     async def leave() -> None:
-        made = Transcriber(model, HEARING, BYTES, 448, TranscriptionOptions(language="en"))
+        made = transcriber(model, language="en")
         async with aclosing(made.parts(windows(5), Transcript(150.0))) as parts:
             async for _ in parts:
                 break

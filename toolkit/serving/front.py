@@ -45,12 +45,18 @@ class ModelFacts(msgspec.Struct, frozen=True):
     has_tokenizer: bool
     has_chat_template: bool
     sampling: dict[str, float]  # the model's defaults
+    transcribes: bool = False
 
     @classmethod
     def of(cls, engine: AsyncLLM) -> ModelFacts:
         tokenizer = engine.tokenizer
         has_template = tokenizer is not None and tokenizer.has_chat_template
-        return cls(tokenizer is not None, has_template, engine.default_sampling)
+        return cls(
+            tokenizer is not None,
+            has_template,
+            engine.default_sampling,
+            transcribes=engine.inputs.transcribes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,14 +44,14 @@ def print_ready_card(
         table.add_row(*fact)
     more = f"  (OpenAI API at {url}/v1, docs at {url}/docs)"
     table.add_row("URL", Text.assemble((url, "bold"), more))
-    hears = model.info.hearing is not None
-    if config.web and config.uds is None and not hears:
+    transcribes = model.facts.transcribes
+    if config.web and config.uds is None and not transcribes:
         table.add_row("chat", f"open {url} in a browser")
     if network is not None:
         table.add_row("network", Text.assemble((network, "bold"), "  for other machines"))
     SafeConsole(stderr=True).print(Panel(table, title=title, title_align="left", expand=False))
-    can_chat = model.info.generates and model.facts.has_chat_template and not hears
-    commands = ["tk transcribe speech.wav"] if hears else ["tk chat"] if can_chat else []
+    can_chat = model.info.generates and model.facts.has_chat_template and not transcribes
+    commands = ["tk transcribe speech.wav"] if transcribes else ["tk chat"] if can_chat else []
     if config.api_key and not os.environ.get("TK_API_KEY"):
         commands = [f"TK_API_KEY=KEY {one}" for one in commands]
     commands = [] if config.uds is not None else commands
@@ -144,6 +144,6 @@ def _curl(model: LoadedModel, url: str, config: ServerConfig) -> str:
     else:
         path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 32}'
     reach = f"--unix-socket {shlex.quote(config.uds)} " if config.uds is not None else ""
-    if model.info.hearing is not None:
+    if model.facts.transcribes:
         return f"curl {reach}{url}/v1/audio/transcriptions{key} -F file=@speech.wav"
     return f"curl {reach}{url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"

@@ -1,9 +1,10 @@
-"""Names of the languages that Whisper's tokens have, by ISO 639 code."""
+"""Names of languages that models know, by ISO 639 code."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from toolkit.errors import InvalidRequestError, did_you_mean
-from toolkit.speech.tokens import SpeechTokens
 
 LANGUAGES = {
     "af": "afrikaans", "am": "amharic", "ar": "arabic", "as": "assamese", "az": "azerbaijani",
@@ -30,24 +31,23 @@ LANGUAGES = {
 WITHOUT_SPACES = frozenset({"bo", "ja", "km", "lo", "my", "th", "yue", "zh"})
 """Languages that are written without spaces between words."""
 _OTHER_NAMES = {
-    "burmese": "my", "castilian": "es", "flemish": "nl", "haitian": "ht", "letzeburgesch": "lb",
-    "mandarin": "zh", "moldavian": "ro", "moldovan": "ro", "panjabi": "pa", "pushto": "ps",
-    "sinhalese": "si", "valencian": "ca",
+    "burmese": "my", "castilian": "es", "filipino": "tl", "flemish": "nl", "haitian": "ht",
+    "letzeburgesch": "lb", "mandarin": "zh", "moldavian": "ro", "moldovan": "ro", "panjabi": "pa",
+    "pushto": "ps", "sinhalese": "si", "valencian": "ca",
 }  # fmt: skip
 _CODES = {name: code for code, name in LANGUAGES.items()} | _OTHER_NAMES
 
 
-def find_language(given: str, tokens: SpeechTokens) -> str:
+def find_language(given: str, known: Collection[str]) -> str:
     """Return the code of a language, given by code or name: `de`, `de-AT` or `German`.
 
-    Raises InvalidRequestError if the model does not know it."""
-    known = tokens.languages or {"en": 0}
+    known: codes. Raises InvalidRequestError for another language."""
     word = given.strip().lower()
     code = _CODES.get(word, word)
     code = code if code in known else code.replace("_", "-").partition("-")[0]
     if code in known:
         return code
-    if not tokens.is_multilingual:
+    if list(known) == ["en"]:
         raise InvalidRequestError(
             f"This model knows English alone, so language must be en, not {given[:32]!r}.",
             param="language",
@@ -58,6 +58,11 @@ def find_language(given: str, tokens: SpeechTokens) -> str:
         f"{given[:32]!r}.{hint}",
         param="language",
     )
+
+
+def language_code(name: str) -> str | None:
+    """Return the code of a language's English name; None for an unknown one."""
+    return _CODES.get(name.lower())
 
 
 def language_name(code: str) -> str:

@@ -242,6 +242,15 @@ def test_models_that_do_not_hear_say_so():
     assert "tiny does not hear" in answer.json()["error"]["message"]
 
 
+def test_models_that_only_chat_about_sound_say_so():
+    chatty = Served(FakeModel(reply), hearing=None)
+    chatty.engine.info.sound = object()
+    answer = post(chatty)
+    chatty.close()
+    assert answer.status_code == 400
+    assert "as input_audio" in answer.json()["error"]["message"]
+
+
 def test_a_language_that_is_auto_is_detected(served):
     answer = post(served, language="auto", response_format="verbose_json")
     assert answer.json()["language"] == "german"

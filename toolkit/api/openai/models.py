@@ -54,6 +54,8 @@ def _card(server: Server, model: ServedModel, name: str, adapter: str | None = N
     if info.hearing is not None:
         tasks = ["transcription"]  # each prompt needs sound
         modalities.append("audio")
+    elif model.engine.inputs.transcribes and adapter is None:
+        tasks = [*tasks, "transcription"]
     if info.sound is not None:
         modalities.append("audio")
     folder = config.model.model if adapter is None else adapter

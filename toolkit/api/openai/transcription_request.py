@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_origin
 
 from pydantic import BeforeValidator, Field, StrictBool
@@ -14,9 +14,8 @@ from toolkit.api.http.forms import FILE, Form
 from toolkit.errors import InvalidParamError
 from toolkit.speech.formats import TIMED_FORMATS, Format
 from toolkit.speech.languages import find_language
-from toolkit.speech.tokens import SpeechTokens, Task
+from toolkit.speech.tokens import Task
 from toolkit.speech.transcriber import TranscriptionOptions
-from toolkit.text.tokenizer import Tokenizer
 
 Granularity = Literal["word", "segment"]
 STREAMED_FORMATS = ("json", "text", "verbose_json")
@@ -110,23 +109,16 @@ class TranscriptionRequest(RequestBody):
             )
 
     def options(
-        self,
-        tokens: SpeechTokens,
-        tokenizer: Tokenizer,
-        task: Task,
-        *,
-        falls_back: bool,
+        self, known: Collection[str], before: Sequence[int], task: Task, *, falls_back: bool
     ) -> TranscriptionOptions:
-        """Return what a transcriber does. `falls_back`: the server's default.
+        """Return what a transcriber does.
 
-        Raises InvalidRequestError for an unknown language."""
-        before: list[int] = []
-        if prompt := self.prompt.strip():
-            found = tokenizer.encode(f" {prompt}", add_special_tokens=False)
-            before = [token for token in found if token < tokens.end]  # text alone
+        known: codes of the model's languages. before: tokens of `prompt`, if they stand before
+        each window. `falls_back`: the server's default. Raises InvalidRequestError for an unknown
+        language."""
         language = self.language or "auto"  # as whisper.cpp names its detection
         return TranscriptionOptions(
-            language=None if language == "auto" else find_language(language, tokens),
+            language=None if language == "auto" else find_language(language, known),
             task=task,
             prompt=before,
             temperature=self.temperature,
@@ -141,6 +133,23 @@ class TranscriptionRequest(RequestBody):
             if self.temperature_fallback is None
             else self.temperature_fallback,
         )
+
+    def require_text_alone(self, *, falls_back: bool) -> None:
+        """Raise InvalidParamError for times and checks of answers, which only Whisper has."""
+        if self.response_format not in ("json", "text"):
+            raise InvalidParamError(
+                "response_format",
+                f"must be json or text: this model writes no times; got {self.response_format}.",
+            )
+        if falls_back if self.temperature_fallback is None else self.temperature_fallback:
+            raise InvalidParamError(
+                "temperature_fallback", "needs a model such as Whisper. Send false."
+            )
+        if self.condition_on_previous_text:
+            raise InvalidParamError(
+                "condition_on_previous_text",
+                "needs a model such as Whisper. Leave it out, and describe the sound in prompt.",
+            )
 
 
 def parse_form(form: Form) -> TranscriptionRequest:

@@ -26,11 +26,13 @@ from toolkit.api.openai.transcription_request import (
     parse_form,
 )
 from toolkit.engine.front.alignment import ClipAligner
+from toolkit.engine.front.clips import window_seconds
 from toolkit.engine.front.input_processor import TokensPrompt
 from toolkit.engine.outputs import Delta
 from toolkit.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from toolkit.metrics import Metrics
 from toolkit.sampling.params import SamplingParams
+from toolkit.speech.asr_chat import LANGUAGES, ASRChat, conversation, language_header
 from toolkit.speech.clip import Clip
 from toolkit.speech.formats import (
     TokenLogprob,
@@ -42,9 +44,17 @@ from toolkit.speech.formats import (
     to_vtt,
     usage_of,
 )
-from toolkit.speech.tokens import HearingInfo, Task
-from toolkit.speech.transcriber import MAX_RUNNING, MAX_RUNNING_ON_CPU, Part, Transcriber
+from toolkit.speech.tokens import Task
+from toolkit.speech.transcriber import (
+    MAX_RUNNING,
+    MAX_RUNNING_ON_CPU,
+    Listener,
+    Part,
+    Transcriber,
+    TranscriptionOptions,
+)
 from toolkit.speech.transcript import Transcript, WindowText
+from toolkit.speech.whisper import Whisper
 from toolkit.speech.windows import Windows, split_windows
 from toolkit.text.tokenizer import Tokenizer
 
@@ -105,21 +115,11 @@ async def _answer(request: Request, task: Task) -> Response:
     form = await read_form(request, FormLimits(config.max_audio_mb * 2**20))
     body = parse_form(form)
     target = target_of(request, body)
-    hearing, tokenizer = require_hearing(target), target.engine.inputs.require_tokenizer()
+    tokenizer = target.engine.inputs.require_tokenizer()
     name = f"transcr-{request.state.request_id}"
-    aligner = ClipAligner(target.engine, name) if body.has_words else None
-    options = body.options(
-        hearing.tokens, tokenizer, task, falls_back=config.transcription_fallback
-    )
-    transcriber = Transcriber(
-        _EngineAnswer(target, name),
-        hearing,
-        tokenizer.byte_table(skip_special_tokens=True),
-        target.engine.info.max_model_len,
-        options,
-        aligner,
-    )
-    windows = await while_connected(request, _windows(target, form.file, hearing))
+    listener, options, seconds = _listener(target, name, body, task)
+    transcriber = Transcriber(listener, options)
+    windows = await while_connected(request, _windows(target, form.file, seconds))
     most = MAX_RUNNING_ON_CPU if target.engine.info.device == "cpu" else MAX_RUNNING
     most_running = room_for_answers(target, min(len(windows), most))
     transcript = Transcript(windows.seconds, task)
@@ -130,32 +130,70 @@ async def _answer(request: Request, task: Task) -> Response:
     return await while_connected(request, work.response())
 
 
-def require_hearing(target: Target) -> HearingInfo:
-    """Raise InvalidRequestError for a model that takes no sound."""
-    hearing = target.engine.info.hearing
-    if hearing is not None:
-        return hearing
-    if target.engine.info.sound is not None:
+def _listener(
+    target: Target, name: str, body: TranscriptionRequest, task: Task
+) -> tuple[Listener, TranscriptionOptions, float]:
+    """Return what listens to windows, its options, and the longest window in seconds.
+
+    name: beginning of the engine's request ids. Raises InvalidRequestError for a model that does
+    not transcribe, and for fields that it does not support."""
+    engine, falls_back = target.engine, target.server.config.transcription_fallback
+    inputs, info, answer = engine.inputs, engine.info, _EngineAnswer(target, name)
+    tokenizer = inputs.require_tokenizer()
+    token_bytes = tokenizer.byte_table(skip_special_tokens=True)
+    if (hearing := info.hearing) is not None:
+        tokens, before = hearing.tokens, []
+        if prompt := body.prompt.strip():
+            found = tokenizer.encode(f" {prompt}", add_special_tokens=False)
+            before = [token for token in found if token < tokens.end]  # text alone
+        known = tokens.languages or ("en",)
+        options = body.options(known, before, task, falls_back=falls_back)
+        aligner = ClipAligner(engine, name) if body.has_words else None
+        whisper = Whisper(answer, hearing, token_bytes, info.max_model_len, options, aligner)
+        return whisper, options, hearing.seconds
+    if (marker := inputs.transcript_marker) is None:
+        raise _deaf_error(target)
+    if task == "translate":
         raise InvalidRequestError(
+            f"{target.name} transcribes, and does not translate. Models such as Whisper do.",
+            param="model",
+            code="model_not_supported",
+        )
+    body.require_text_alone(falls_back=falls_back)
+    options = body.options(LANGUAGES, (), task, falls_back=False)
+    ids = inputs.chat_prompt(conversation(body.prompt))
+    if options.language is not None:
+        header = language_header(options.language)
+        ids += [*tokenizer.encode(header, add_special_tokens=False), marker]
+    listener = ASRChat(answer, ids, marker, token_bytes, options)
+    return listener, options, window_seconds(info)
+
+
+def _deaf_error(target: Target) -> InvalidRequestError:
+    """Return the error for a model that does not transcribe."""
+    if target.engine.info.sound is not None:
+        return InvalidRequestError(
             f"{target.name} hears in chats: send sound to /v1/chat/completions, as input_audio.",
             param="model",
             code="model_not_supported",
         )
-    others = [name for one in target.server.models if one.engine.info.hearing for name in one.names]
+    others = [
+        name for one in target.server.models if one.engine.inputs.transcribes for name in one.names
+    ]
     hint = f" Send model as one of: {', '.join(others)}." if others else ""
-    raise InvalidRequestError(
+    return InvalidRequestError(
         f"{target.name} does not hear: it takes no sound. Models such as Whisper do.{hint}",
         param="model",
         code="model_not_supported",
     )
 
 
-async def _windows(target: Target, file: UploadedFile, hearing: HearingInfo) -> Windows:
+async def _windows(target: Target, file: UploadedFile, seconds: float) -> Windows:
     """Return the windows of a file. Raises InvalidRequestError."""
     sound = target.server.sound
     assert sound is not None, "a model hears"
     samples = await asyncio.wrap_future(sound.decode(file.data, FILE))
-    return await asyncio.to_thread(split_windows, samples, hearing.seconds)
+    return await asyncio.to_thread(split_windows, samples, seconds)
 
 
 class _EngineAnswer:

@@ -13,8 +13,10 @@ import numpy as np
 from toolkit.engine.front.features import FeatureSource
 from toolkit.errors import InvalidParamError, InvalidRequestError
 from toolkit.sequence import Feature
+from toolkit.speech import asr_chat
 from toolkit.speech.clip import SAMPLE_RATE, Clip
 from toolkit.speech.resample import resample
+from toolkit.text.tokenizer import Tokenizer
 from toolkit.worker.info import SoundInfo, WorkerInfo
 
 PARAM = "multi_modal_data"
@@ -116,6 +118,21 @@ def _features(clips: Sequence[Clip], runs: Sequence[tuple[int, int]]) -> tuple[F
     return tuple(
         Feature(clip.digest, (run,), (run[1], 1)) for clip, run in zip(clips, runs, strict=True)
     )
+
+
+def transcript_marker(info: WorkerInfo, tokenizer: Tokenizer | None) -> int | None:
+    """Return the token before the text of answers, of a model such as Qwen3-ASR. None: no such."""
+    if info.sound is None or tokenizer is None:
+        return None
+    found = tokenizer.encode(asr_chat.MARKER, add_special_tokens=False)
+    return found[0] if len(found) == 1 else None
+
+
+def window_seconds(info: WorkerInfo) -> float:
+    """Return the length of windows of a model such as Qwen3-ASR: half of the context at most."""
+    assert info.sound is not None, "tokens stand for clips"
+    num_rows = info.sound.num_rows(int(asr_chat.SECONDS * SAMPLE_RATE))
+    return asr_chat.SECONDS * min(1.0, info.max_model_len / 2 / num_rows)
 
 
 def no_sound_error(param: str) -> InvalidRequestError:

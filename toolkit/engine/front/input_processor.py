@@ -16,6 +16,7 @@ from toolkit.engine.front.clips import (
     place_clips,
     read_clips,
     source_of,
+    transcript_marker,
 )
 from toolkit.engine.front.feature_places import (
     count_places,
@@ -91,6 +92,12 @@ class InputProcessor:
         self.gguf_type = load_gguf_type(folder)
         self._processors = {plugin: plugin.load() for plugin in info.logits_processors}
         self._eos = [id for id in eos_token_ids(folder, tokenizer) if id < info.vocab_size]
+        self.transcript_marker = transcript_marker(info, tokenizer)
+
+    @property
+    def transcribes(self) -> bool:
+        """True if the model writes down what is said in a clip."""
+        return self.info.hearing is not None or self.transcript_marker is not None
 
     def process(
         self,

@@ -1,0 +1,79 @@
+"""Answers that begin with the language that is spoken."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from tests.speech.invented import BYTES, FakeModel, Heard, clip_of, number_of
+from toolkit.speech.asr_chat import LANGUAGES, ASRChat, language_header
+from toolkit.speech.languages import find_language, language_code
+from toolkit.speech.transcriber import Transcriber, TranscriptionOptions
+from toolkit.speech.transcript import Transcript
+
+MARKER, END = 300, 256
+SPELLED = BYTES | {MARKER: b"<asr_text>", END: b""}
+
+
+def said(language: str, text: str) -> list[int]:
+    return [*f"language {language}".encode(), MARKER, *text.encode()]
+
+
+def run(*answers: list[int], **options):
+    """Return (parts of text, transcript, model) of one window for each answer."""
+
+    def reply(heard: Heard) -> tuple[list[int], float]:
+        return answers[number_of(heard.clip)], -0.25
+
+    model = FakeModel(reply)
+    wishes = TranscriptionOptions(**options)
+
+    async def collect():
+        listener = ASRChat(model, [1, 2], MARKER, SPELLED, wishes)
+        transcript, texts = Transcript(60.0 * len(answers)), []
+        windows = [(60.0 * index, clip_of(60.0, index)) for index in range(len(answers))]
+        async with aclosing(Transcriber(listener, wishes).parts(windows, transcript)) as parts:
+            texts += [part.text async for part in parts if part.text]
+        return texts, transcript
+
+    return *asyncio.run(collect()), model
+
+
+def test_the_first_window_has_the_language():
+    texts, transcript, model = run(said("German", "Grüße."), said("English", "Hello."))
+    assert transcript.language == "de"
+    assert transcript.text == "".join(texts) == "Grüße. Hello."
+    assert [one.prompt for one in model.answers] == [[1, 2], [1, 2]]
+
+
+def test_languages_without_spaces_are_joined_without():
+    _, transcript, _ = run(said("Cantonese", "你好。"), said("Cantonese", "再見。"))
+    assert (transcript.language, transcript.text) == ("yue", "你好。再見。")
+
+
+def test_log_probabilities_are_of_the_text():
+    _, transcript, _ = run(said("English", "Yes."), has_logprobs=True)
+    [window] = transcript.windows
+    assert bytes(window.tokens) == b"Yes."
+    assert window.logprobs == [-0.25] * 4
+
+
+@pytest.mark.parametrize("answer", [said("None", ""), [*b"language None"], []])
+def test_silence_has_no_text(answer):
+    _, transcript, _ = run(answer)
+    assert transcript.text == ("language None" if len(answer) == 13 else "")
+    assert transcript.language == "en"
+
+
+def test_a_given_language_is_not_written():
+    _, transcript, _ = run([*b"Ja."], language="de")
+    assert (transcript.language, transcript.text) == ("de", "Ja.")
+
+
+def test_each_language_has_a_name():
+    for code in LANGUAGES:
+        name = language_header(code).removeprefix("language ")
+        assert language_code(name) == find_language(code, LANGUAGES) == code
+    assert language_header("tl") == "language Filipino"

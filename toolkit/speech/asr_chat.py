@@ -1,0 +1,125 @@
+"""Transcribe windows with a model that hears in conversations and writes `language English`, a
+marker token and the text, as Qwen3-ASR does."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from itertools import repeat
+from typing import Any
+
+from toolkit.sampling.params import SamplingParams
+from toolkit.speech.clip import Clip
+from toolkit.speech.languages import language_code, language_name
+from toolkit.speech.transcriber import Answer, Part, TranscriptionOptions
+from toolkit.speech.transcript import WindowText
+from toolkit.speech.windows import TimedClip
+
+MARKER = "<asr_text>"
+"""Token between the language and the text."""
+SECONDS = 60.0
+"""Longest window. Windows run together, so a file of an hour takes no longer than one of few."""
+LANGUAGES = (
+    "zh", "en", "yue", "ar", "de", "fr", "es", "pt", "id", "it", "ko", "ru", "th", "vi", "ja", "tr",
+    "hi", "ms", "nl", "sv", "da", "fi", "pl", "cs", "tl", "fa", "el", "ro", "hu", "mk",
+)  # fmt: skip
+"""Codes of the languages that Qwen3-ASR knows."""
+_NAMES = {"tl": "Filipino"}  # that differ from `language_name`
+_WORD = "language"
+
+
+class ASRChat:
+    """Implements `Listener`. All windows have the same prompt."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        prompt_token_ids: Sequence[int],
+        marker: int,
+        token_bytes: Mapping[int, bytes],
+        options: TranscriptionOptions,
+    ) -> None:
+        """prompt_token_ids: a conversation with one clip; if the options have a language,
+        `language_header` is its end. marker: id of MARKER. token_bytes: text of each token."""
+        self._answer, self._prompt, self._options = answer, list(prompt_token_ids), options
+        self._marker, self._bytes = marker, token_bytes
+        self.language = options.language or "en"
+
+    async def start(self, clip: Clip) -> None:
+        """Do nothing: answers begin with the language."""
+
+    async def transcribe(
+        self, window: TimedClip, previous: Sequence[int]
+    ) -> AsyncGenerator[Part, None]:
+        start, clip = window
+        options = self._options
+        params = SamplingParams(
+            temperature=options.temperature,
+            seed=options.seed,
+            max_tokens=options.max_tokens,
+            ends_with_context=True,
+            ignore_eos=options.ignores_end,
+            detokenize=False,
+            logprobs=0 if options.has_logprobs else None,
+        )
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        header: list[int] | None = [] if options.language is None else None
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        text = ""
+        async with aclosing(self._answer(self._prompt, clip, params)) as parts:
+            async for part in parts:
+                added = ""
+                chosen = repeat(0.0) if part.logprobs is None else part.logprobs.chosen()
+                for token, logprob in zip(part.token_ids, chosen, strict=False):
+                    if header is None:
+                        # Special tokens are no text.
+                        if token != self._marker and (spelled := self._bytes[token]):
+                            tokens.append(token)
+                            logprobs.append(logprob)
+                            added += decoder.decode(spelled)
+                    elif token == self._marker:
+                        self._note_language(start, header)
+                        header = None
+                    else:
+                        header.append(token)
+                text += added
+                yield Part(added, num_tokens=len(part.token_ids))
+        rest = decoder.decode(b"", final=True)
+        if header is not None:  # the model wrote no language: all is text
+            tokens = [token for token in header if self._bytes[token]]
+            rest = self._spelled(header)
+        yield Part(
+            rest,
+            WindowText(
+                start=start,
+                end=start + clip.seconds,
+                text=text + rest,
+                tokens=tokens,
+                logprobs=logprobs if options.has_logprobs else (),
+                temperature=options.temperature,
+            ),
+        )
+
+    def _note_language(self, start: float, header: Sequence[int]) -> None:
+        """Keep the language of the first window. Others may have another."""
+        words = self._spelled(header).split()
+        if start == 0 and words[:1] == [_WORD]:
+            self.language = language_code(" ".join(words[1:])) or self.language
+
+    def _spelled(self, tokens: Sequence[int]) -> str:
+        return b"".join(self._bytes[token] for token in tokens).decode(errors="replace")
+
+
+def conversation(prompt: str) -> list[dict[str, Any]]:
+    """Return the messages before an answer. prompt: text about the sound, such as names in it."""
+    return [
+        {"role": "system", "content": prompt.strip()},
+        {"role": "user", "content": [{"type": "audio"}]},
+    ]
+
+
+def language_header(code: str) -> str:
+    """Return the beginning of an answer in a language, without the marker."""
+    return f"{_WORD} {_NAMES.get(code) or language_name(code).title()}"
