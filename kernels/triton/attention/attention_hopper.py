@@ -298,7 +298,7 @@ def _convert_tile(copied, ring, n, live=None):
         x = gl.where(gl.expand_dims(live, 1), x, gl.zeros_like(x))
     _wait_until_free(ring, n)
     ring.tiles.index(_stage(ring, n)).store(x)
-    fence_async_shared()
+    fence_async_shared()  # also between the loads above and the copy that follows `_free`
     _free(copied, n)
     mbarrier.arrive(ring.full.index(_stage(ring, n)), count=1)
 
