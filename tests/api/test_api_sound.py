@@ -136,9 +136,22 @@ def test_transcriptions_equal_transformers(client, prompt):
     assert done.usage.seconds == 1
 
 
+def test_answers_without_a_language_have_log_probabilities(client):
+    """Eight tokens of a model with random weights, which writes none."""
+    done = client.audio.transcriptions.create(
+        model="tiny",
+        file=("a.wav", written(FIRST, RATE)),
+        include=["logprobs"],
+        extra_body={"max_completion_tokens": TOKENS, "ignore_eos": True},
+    )
+    assert 0 < len(done.logprobs) <= TOKENS
+    assert all(one.logprob < 0 for one in done.logprobs)
+
+
 @pytest.mark.parametrize(
     ("wishes", "named"),
     [
+        ({"prompt": "a" * 225}, "leaves no room for sound"),
         ({"response_format": "srt"}, "must be json or text"),
         ({"language": "la"}, "must be a code"),
         ({"extra_body": {"temperature_fallback": True}}, "such as Whisper"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests import engines, hearing
 from tests.hearing import (
@@ -195,6 +196,9 @@ def test_choices_of_tokens_exclude_timestamps(engine: Callable[..., LLM], folder
     with pytest.raises(InvalidRequestError, match=f"^{next(iter(changes))} excludes.*notimestamps"):
         llm.generate(timed, params, use_tqdm=False)
     if "allowed_token_ids" in changes:
+        everything = replace(params, allowed_token_ids=list(range(llm.info.vocab_size)))
+        (result,) = llm.generate(timed, everything, use_tqdm=False)
+        assert result.outputs[0].token_ids[0] >= hearing.FIRST_TIMESTAMP
         for prompt in ([*timed["prompt_token_ids"], NO_TIMESTAMPS], [START]):
             (result,) = llm.generate({**timed, "prompt_token_ids": prompt}, params, use_tqdm=False)
             assert set(result.outputs[0].token_ids) <= {5, 6}

@@ -60,11 +60,32 @@ def test_log_probabilities_are_of_the_text():
     assert window.logprobs == [-0.25] * 4
 
 
-@pytest.mark.parametrize("answer", [said("None", ""), [*b"language None"], []])
-def test_silence_has_no_text(answer):
-    _, transcript, _ = run(answer)
-    assert transcript.text == ("language None" if len(answer) == 13 else "")
-    assert transcript.language == "en"
+@pytest.mark.parametrize(
+    "answer", [said("None", ""), [*b"language None"], [*b"langu"], [*b"language "], []], ids=str
+)
+def test_silence_and_a_header_that_is_cut_off_are_no_text(answer):
+    _, transcript, _ = run(answer, said("German", "Ja."), has_logprobs=True)
+    assert (transcript.language, transcript.text) == ("de", "Ja.")
+    assert not transcript.windows[0].logprobs
+
+
+def test_an_answer_without_a_language_is_text():
+    _, transcript, _ = run([*b"hello", END], said("German", "Ja."), has_logprobs=True)
+    assert (transcript.language, transcript.text) == ("de", "hello Ja.")
+    assert [len(one.tokens) for one in transcript.windows] == [5, 3]
+    assert [len(one.logprobs) for one in transcript.windows] == [5, 3]
+
+
+def test_windows_are_joined_by_their_own_languages():
+    texts, transcript, _ = run(
+        said("None", ""),
+        said("Chinese,English", "你好。"),
+        said("Chinese", "再見。"),
+        said("English", "Hi there."),
+        said("English", "More."),
+    )
+    assert transcript.language == "zh"
+    assert transcript.text == "".join(texts) == "你好。再見。 Hi there. More."
 
 
 def test_a_given_language_is_not_written():

@@ -4,6 +4,7 @@ marker token and the text, as Qwen3-ASR does."""
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import repeat
@@ -27,6 +28,8 @@ LANGUAGES = (
 """Codes of the languages that Qwen3-ASR knows."""
 _NAMES = {"tl": "Filipino"}  # that differ from `language_name`
 _WORD = "language"
+_HEADER = re.compile(r"\s*(l|la|lan|lang|langu|langua|languag|language( [\w, ]*)?)?\s*")
+"""What is left of an answer without the marker, if it was cut off or there is no speech."""
 
 
 class ASRChat:
@@ -44,7 +47,7 @@ class ASRChat:
         `language_header` is its end. marker: id of MARKER. token_bytes: text of each token."""
         self._answer, self._prompt, self._options = answer, list(prompt_token_ids), options
         self._marker, self._bytes = marker, token_bytes
-        self.language = options.language or "en"
+        self.language = options.language
 
     async def start(self, clip: Clip) -> None:
         """Do nothing: answers begin with the language."""
@@ -64,31 +67,29 @@ class ASRChat:
             logprobs=0 if options.has_logprobs else None,
         )
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        header: list[int] | None = [] if options.language is None else None
-        tokens: list[int] = []
-        logprobs: list[float] = []
+        language = options.language
+        header: list[tuple[int, float]] | None = [] if language is None else None
+        said: list[tuple[int, float]] = []  # tokens of the text, and their log-probabilities
         text = ""
         async with aclosing(self._answer(self._prompt, clip, params)) as parts:
             async for part in parts:
                 added = ""
                 chosen = repeat(0.0) if part.logprobs is None else part.logprobs.chosen()
-                for token, logprob in zip(part.token_ids, chosen, strict=False):
-                    if header is None:
-                        # Special tokens are no text.
-                        if token != self._marker and (spelled := self._bytes[token]):
-                            tokens.append(token)
-                            logprobs.append(logprob)
-                            added += decoder.decode(spelled)
-                    elif token == self._marker:
-                        self._note_language(start, header)
+                for token in zip(part.token_ids, chosen, strict=False):
+                    if token[0] == self._marker:
+                        if header is not None:
+                            language = _language_in(self._spelled(header))
                         header = None
-                    else:
+                    elif header is not None:
                         header.append(token)
+                    elif spelled := self._bytes[token[0]]:  # special tokens are no text
+                        said.append(token)
+                        added += decoder.decode(spelled)
                 text += added
-                yield Part(added, num_tokens=len(part.token_ids))
+                yield Part(added, num_tokens=len(part.token_ids), language=language)
         rest = decoder.decode(b"", final=True)
-        if header is not None:  # the model wrote no language: all is text
-            tokens = [token for token in header if self._bytes[token]]
+        if header is not None and not _HEADER.fullmatch(self._spelled(header)):
+            said = [token for token in header if self._bytes[token[0]]]
             rest = self._spelled(header)
         yield Part(
             rest,
@@ -96,20 +97,22 @@ class ASRChat:
                 start=start,
                 end=start + clip.seconds,
                 text=text + rest,
-                tokens=tokens,
-                logprobs=logprobs if options.has_logprobs else (),
+                tokens=[token for token, _ in said],
+                logprobs=[logprob for _, logprob in said] if options.has_logprobs else (),
                 temperature=options.temperature,
+                language=language,
             ),
+            language=language,
         )
 
-    def _note_language(self, start: float, header: Sequence[int]) -> None:
-        """Keep the language of the first window. Others may have another."""
-        words = self._spelled(header).split()
-        if start == 0 and words[:1] == [_WORD]:
-            self.language = language_code(" ".join(words[1:])) or self.language
+    def _spelled(self, tokens: Sequence[tuple[int, float]]) -> str:
+        return b"".join(self._bytes[token] for token, _ in tokens).decode(errors="replace")
 
-    def _spelled(self, tokens: Sequence[int]) -> str:
-        return b"".join(self._bytes[token] for token in tokens).decode(errors="replace")
+
+def _language_in(header: str) -> str | None:
+    """Return the code of the first language of `language Chinese,English`; None if unknown."""
+    _, _, names = header.strip().partition(" ")
+    return language_code(names.partition(",")[0].strip())
 
 
 def conversation(prompt: str) -> list[dict[str, Any]]:

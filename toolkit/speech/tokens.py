@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -57,6 +57,11 @@ class SpeechTokens(msgspec.Struct, kw_only=True, frozen=True):
         """Return True if an answer to the prompt has timestamps. The start asks for a language."""
         asks_for_language = self.is_multilingual and prompt[-1] == self.start
         return prompt[-1] != self.no_timestamps and not asks_for_language
+
+    def may_begin(self, token_ids: Iterable[int]) -> bool:
+        """Return True if an answer with timestamps may begin with one of these tokens."""
+        first = self.first_timestamp
+        return any(first <= one <= first + self.most_initial_timestamp for one in token_ids)
 
     def seconds(self, token: int) -> float:
         """Return the time of a timestamp, from the clip's beginning."""

@@ -69,19 +69,22 @@ class TranscriptionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Text that a transcript has grown by. window: set at the end of each window."""
+    """Text that a transcript has grown by. window: set at the end of each window.
+
+    language: as in `WindowText`."""
 
     text: str
     window: WindowText | None = None
     num_tokens: int = 0  # that were generated since the part before
+    language: str | None = None
 
 
 class Listener(Protocol):
     """A model that writes down what is said in one window of a file."""
 
     @property
-    def language(self) -> str:
-        """Code of the language that is spoken. Known when the first window has text."""
+    def language(self) -> str | None:
+        """Code of the language that is spoken. None: parts with text have it."""
 
     async def start(self, clip: Clip) -> None:
         """Listen to the first window, for the language."""
@@ -109,7 +112,10 @@ class Transcriber:
         earlier ones is yielded. Closing the generator ends all that runs."""
         await self._listener.start(windows[0][1])
         transcript.task = self._options.task
-        joiner: TextJoiner | None = None
+        language = self._listener.language
+        if transcript.task == "transcribe":
+            transcript.language = language or transcript.language
+        joiner = TextJoiner(transcript.language)
         self.done = SoundDone([clip.seconds for _, clip in windows])
         one_by_one = self._options.follows_previous
         found = self._in_turn(windows) if one_by_one else self._together(windows, most_running)
@@ -117,13 +123,10 @@ class Transcriber:
             async for part in parts:
                 if part.window is not None:
                     transcript.windows.append(part.window)
-                text = ""
-                if part.text or part.window is not None:
-                    if joiner is None:
-                        if transcript.task == "transcribe":
-                            transcript.language = self._listener.language
-                        joiner = TextJoiner(transcript.language)
-                    text = joiner.add(part.text, is_last=part.window is not None)
+                ends = part.window is not None
+                text = joiner.add(part.text, language=part.language, is_last=ends)
+                if language is None and text and part.language is not None:
+                    transcript.language = language = part.language
                 if text or part.window is not None or part.num_tokens:
                     yield replace(part, text=text)
 

@@ -42,11 +42,12 @@ class WindowText:
     words: Sequence[Word] = ()
     temperature: float = 0.0
     scores: Scores | None = None  # None if they are not asked for
+    language: str | None = None  # code; None: that of the transcript
 
 
 @dataclass(slots=True)
 class Transcript:
-    """The windows so far. duration: seconds of the file. language: code of the text's."""
+    """The windows so far. duration: seconds of the file. language: code of the first text's."""
 
     duration: float
     task: Task = "transcribe"
@@ -56,7 +57,10 @@ class Transcript:
     @property
     def text(self) -> str:
         joiner = TextJoiner(self.language)
-        return "".join(joiner.add(window.text, is_last=True) for window in self.windows)
+        return "".join(
+            joiner.add(window.text, language=window.language, is_last=True)
+            for window in self.windows
+        )
 
     @property
     def segments(self) -> list[Segment]:
@@ -64,24 +68,27 @@ class Transcript:
 
 
 class TextJoiner:
-    """Joins the texts of windows, with a space in between where the language needs one.
+    """Joins the texts of windows, with a space in between unless both languages need none.
 
     The joined text neither begins nor ends with a space."""
 
     def __init__(self, language: str) -> None:
-        self._needs_spaces = language not in WITHOUT_SPACES
+        """language: of windows whose language is not known."""
+        self._language = language
+        self._needs_spaces = True  # the window before
         self._held = ""  # spaces at the end of the text
         self._has_text = False
         self._window_ended = False
 
-    def add(self, text: str, *, is_last: bool = False) -> str:
+    def add(self, text: str, *, language: str | None = None, is_last: bool = False) -> str:
         """Return what a part of a window's text adds. is_last: the window ends with it."""
         added = ""
         if text:
-            needs_space = self._window_ended and self._needs_spaces
+            needs_spaces = (language or self._language) not in WITHOUT_SPACES
+            needs_space = self._window_ended and (needs_spaces or self._needs_spaces)
             if needs_space and not self._held and not text[0].isspace():
                 text = f" {text}"
-            self._window_ended = False
+            self._window_ended, self._needs_spaces = False, needs_spaces
             text = self._held + text
             added = text.rstrip()
             self._held = text[len(added) :]

@@ -134,16 +134,15 @@ class TranscriptionRequest(RequestBody):
             else self.temperature_fallback,
         )
 
-    def require_text_alone(self, *, falls_back: bool) -> None:
+    def require_text_alone(self) -> None:
         """Raise InvalidParamError for times and checks of answers, which only Whisper has."""
         if self.response_format not in ("json", "text"):
             raise InvalidParamError(
-                "response_format",
-                f"must be json or text: this model writes no times; got {self.response_format}.",
+                "response_format", "must be json or text: this model writes no times."
             )
-        if falls_back if self.temperature_fallback is None else self.temperature_fallback:
+        if self.temperature_fallback:
             raise InvalidParamError(
-                "temperature_fallback", "needs a model such as Whisper. Send false."
+                "temperature_fallback", "needs a model such as Whisper. Leave it out."
             )
         if self.condition_on_previous_text:
             raise InvalidParamError(

@@ -137,7 +137,7 @@ def _listener(
 
     name: beginning of the engine's request ids. Raises InvalidRequestError for a model that does
     not transcribe, and for fields that it does not support."""
-    engine, falls_back = target.engine, target.server.config.transcription_fallback
+    engine = target.engine
     inputs, info, answer = engine.inputs, engine.info, _EngineAnswer(target, name)
     tokenizer = inputs.require_tokenizer()
     token_bytes = tokenizer.byte_table(skip_special_tokens=True)
@@ -147,7 +147,9 @@ def _listener(
             found = tokenizer.encode(f" {prompt}", add_special_tokens=False)
             before = [token for token in found if token < tokens.end]  # text alone
         known = tokens.languages or ("en",)
-        options = body.options(known, before, task, falls_back=falls_back)
+        options = body.options(
+            known, before, task, falls_back=target.server.config.transcription_fallback
+        )
         aligner = ClipAligner(engine, name) if body.has_words else None
         whisper = Whisper(answer, hearing, token_bytes, info.max_model_len, options, aligner)
         return whisper, options, hearing.seconds
@@ -159,14 +161,14 @@ def _listener(
             param="model",
             code="model_not_supported",
         )
-    body.require_text_alone(falls_back=falls_back)
-    options = body.options(LANGUAGES, (), task, falls_back=False)
+    body.require_text_alone()
+    options = body.options(LANGUAGES, (), task, falls_back=False)  # whatever the server's default
     ids = inputs.chat_prompt(conversation(body.prompt))
     if options.language is not None:
         header = language_header(options.language)
         ids += [*tokenizer.encode(header, add_special_tokens=False), marker]
     listener = ASRChat(answer, ids, marker, token_bytes, options)
-    return listener, options, window_seconds(info)
+    return listener, options, window_seconds(info, len(ids))
 
 
 def _deaf_error(target: Target) -> InvalidRequestError:

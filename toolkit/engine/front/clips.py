@@ -21,6 +21,7 @@ from toolkit.worker.info import SoundInfo, WorkerInfo
 
 PARAM = "multi_modal_data"
 MOST_THREADS = 16
+LEAST_WINDOW = 2.0  # seconds that are transcribed at once
 FRAME_SAMPLES = 320  # of a row that the encoder computes
 
 
@@ -122,17 +123,27 @@ def _features(clips: Sequence[Clip], runs: Sequence[tuple[int, int]]) -> tuple[F
 
 def transcript_marker(info: WorkerInfo, tokenizer: Tokenizer | None) -> int | None:
     """Return the token before the text of answers, of a model such as Qwen3-ASR. None: no such."""
-    if info.sound is None or tokenizer is None:
+    if info.sound is None or tokenizer is None or not tokenizer.has_chat_template:
         return None
     found = tokenizer.encode(asr_chat.MARKER, add_special_tokens=False)
     return found[0] if len(found) == 1 else None
 
 
-def window_seconds(info: WorkerInfo) -> float:
-    """Return the length of windows of a model such as Qwen3-ASR: half of the context at most."""
+def window_seconds(info: WorkerInfo, num_prompt_tokens: int) -> float:
+    """Return the length of windows of a model such as Qwen3-ASR. Half of the context is for text.
+
+    num_prompt_tokens: without sound. Raises InvalidParamError if no room is left."""
     assert info.sound is not None, "tokens stand for clips"
     num_rows = info.sound.num_rows(int(asr_chat.SECONDS * SAMPLE_RATE))
-    return asr_chat.SECONDS * min(1.0, info.max_model_len / 2 / num_rows)
+    room = (info.max_model_len - num_prompt_tokens) / 2
+    seconds = asr_chat.SECONDS * min(1.0, room / num_rows)
+    if seconds < LEAST_WINDOW:
+        raise InvalidParamError(
+            "prompt",
+            f"leaves no room for sound: the conversation has {num_prompt_tokens} of the context's "
+            f"{info.max_model_len} tokens. Shorten it.",
+        )
+    return seconds
 
 
 def no_sound_error(param: str) -> InvalidRequestError:

@@ -285,8 +285,15 @@ class InputProcessor:
         """Raise InvalidParamError for a choice of tokens that excludes timestamps they need."""
         if self.info.hearing is None or not self.info.hearing.tokens.asks_for_timestamps(token_ids):
             return
-        for name in ("structured_outputs", "allowed_token_ids"):
-            if getattr(params, name) is not None:
+        allowed = params.allowed_token_ids
+        for name, excludes in (
+            ("structured_outputs", params.structured_outputs is not None),
+            (
+                "allowed_token_ids",
+                allowed is not None and not self.info.hearing.tokens.may_begin(allowed),
+            ),
+        ):
+            if excludes:
                 raise InvalidParamError(
                     name,
                     "excludes the timestamps that this prompt asks for. End it with "
