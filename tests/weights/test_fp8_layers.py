@@ -234,8 +234,9 @@ def test_rows_are_rounded_where_they_are_computed(layer, device, monkeypatch, to
     assert torch.equal(found, expected)
 
 
-def test_few_of_many_rounded_rows_are_multiplied(layer, device):
-    wanted = torch.tensor([70, 3], device=device)
+@pytest.mark.parametrize("rows", [[70], [70, 3], [*range(17)]], ids=len)
+def test_few_of_many_rounded_rows_are_multiplied(layer, device, rows):
+    wanted = torch.tensor(rows, device=device)
     kinds, found = run_layer(layer, device, 80, wanted)
     assert set(kinds) == {reference.Rounded}
     _, expected = run_layer(layer, device, 80)
