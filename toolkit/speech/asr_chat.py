@@ -29,7 +29,7 @@ LANGUAGES = (
 _NAMES = {"tl": "Filipino"}  # that differ from `language_name`
 _WORD = "language"
 _HEADER = re.compile(r"\s*(l|la|lan|lang|langu|langua|languag|language( [\w, ]*)?)?\s*")
-"""What is left of an answer without the marker, if it was cut off or there is no speech."""
+"""Answer without the marker: it was cut off, or there is no speech."""
 
 
 class ASRChat:
