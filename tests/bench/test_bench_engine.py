@@ -72,7 +72,9 @@ class TestWorkloads:
     def test_warm_up_is_the_first_wave(self):
         work = workloads.throughput(1024, 300, count=5, wave=2)
         assert work.warm_up.prompts == work.prompts[:2]
-        assert work.warm_up.output_lens == [200] * 2
+        assert work.warm_up.output_lens == [16] * 2
+        short = workloads.throughput(1024, 300, count=5, wave=2, output_len=3)
+        assert short.warm_up.output_lens == [3] * 2
         other = workloads.latency(3, 300)
         assert other.warm_up == other
 

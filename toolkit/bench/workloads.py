@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 SHORT_CONTEXT = 1024  # models with a context up to this many tokens get shorter prompts and answers
 
+WARM_UP_LEN = 16  # most tokens of answers of a wave that warms up: nothing is compiled later
 MAX_TOKEN_ID = 10_000  # highest token id in prompts. Every vocabulary of a usual size has it
 
 
@@ -16,12 +17,16 @@ class Workload:
     prompts: list[list[int]]
     output_lens: list[int]
     num_warm_up: int | None = None  # requests that run to warm up; None: all
+    warm_up_len: int | None = None  # most tokens of their answers; None: as many as measured
 
     @property
     def warm_up(self) -> "Workload":
         """The first requests, which run before the measurement."""
         first = slice(self.num_warm_up)
-        return replace(self, prompts=self.prompts[first], output_lens=self.output_lens[first])
+        lens = self.output_lens[first]
+        if self.warm_up_len is not None:
+            lens = [min(length, self.warm_up_len) for length in lens]
+        return replace(self, prompts=self.prompts[first], output_lens=lens)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,7 +73,8 @@ def throughput(
     usual = 200 if context <= SHORT_CONTEXT else 1000
     rng = random.Random(3)
     prompts = [_ids(rng, input_len or usual, vocab_size) for _ in range(count)]
-    return Workload("throughput", prompts, [output_len or usual] * count, num_warm_up=wave)
+    lens = [output_len or usual] * count
+    return Workload("throughput", prompts, lens, num_warm_up=wave, warm_up_len=WARM_UP_LEN)
 
 
 def latency(
