@@ -35,6 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     options = "--served-model-name", "tiny", "--num-gpu-blocks-override", "100"
+    # Which is for models such as Whisper, and changes nothing here.
+    options += ("--transcription-fallback",)
     served = LocalServer(str(folder), *options, cwd=folder.parent)
     yield served
     served.await_health()
