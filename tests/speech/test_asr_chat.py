@@ -61,7 +61,7 @@ def test_log_probabilities_are_of_the_text():
 
 
 @pytest.mark.parametrize(
-    "answer", [said("None", ""), [*b"language None"], [*b"langu"], [*b"language "], []], ids=str
+    "answer", [said("None", ""), [*b"language None"], [*b"langu"], [*b"language Ger"], []], ids=str
 )
 def test_silence_and_a_header_that_is_cut_off_are_no_text(answer):
     _, transcript, _ = run(answer, said("German", "Ja."), has_logprobs=True)
@@ -69,11 +69,13 @@ def test_silence_and_a_header_that_is_cut_off_are_no_text(answer):
     assert not transcript.windows[0].logprobs
 
 
-def test_an_answer_without_a_language_is_text():
-    _, transcript, _ = run([*b"hello", END], said("German", "Ja."), has_logprobs=True)
-    assert (transcript.language, transcript.text) == ("de", "hello Ja.")
-    assert [len(one.tokens) for one in transcript.windows] == [5, 3]
-    assert [len(one.logprobs) for one in transcript.windows] == [5, 3]
+@pytest.mark.parametrize("spoken", ["hello", "language models", "la", "language French, German"])
+def test_an_answer_without_a_language_is_text(spoken):
+    _, transcript, _ = run([*spoken.encode(), END], said("German", "Ja."), has_logprobs=True)
+    is_text = spoken not in ("la", "language French, German")
+    assert (transcript.language, transcript.text) == ("de", f"{spoken} Ja." if is_text else "Ja.")
+    assert [len(one.tokens) for one in transcript.windows] == [len(spoken) * is_text, 3]
+    assert [len(one.logprobs) for one in transcript.windows] == [len(spoken) * is_text, 3]
 
 
 def test_windows_are_joined_by_their_own_languages():

@@ -4,13 +4,11 @@ marker token and the text, as Qwen3-ASR does."""
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import repeat
 from typing import Any
 
-from toolkit.sampling.params import SamplingParams
 from toolkit.speech.clip import Clip
 from toolkit.speech.languages import language_code, language_name
 from toolkit.speech.transcriber import Answer, Part, TranscriptionOptions
@@ -20,7 +18,7 @@ from toolkit.speech.windows import TimedClip
 MARKER = "<asr_text>"
 """Token between the language and the text."""
 SECONDS = 60.0
-"""Longest window. Windows run together, so a file of an hour takes no longer than one of few."""
+"""Longest window."""
 LANGUAGES = (
     "zh", "en", "yue", "ar", "de", "fr", "es", "pt", "id", "it", "ko", "ru", "th", "vi", "ja", "tr",
     "hi", "ms", "nl", "sv", "da", "fi", "pl", "cs", "tl", "fa", "el", "ro", "hu", "mk",
@@ -28,8 +26,6 @@ LANGUAGES = (
 """Codes of the languages that Qwen3-ASR knows."""
 _NAMES = {"tl": "Filipino"}  # that differ from `language_name`
 _WORD = "language"
-_HEADER = re.compile(r"\s*(l|la|lan|lang|langu|langua|languag|language( [\w, ]*)?)?\s*")
-"""Answer without the marker: it was cut off, or there is no speech."""
 
 
 class ASRChat:
@@ -57,15 +53,7 @@ class ASRChat:
     ) -> AsyncGenerator[Part, None]:
         start, clip = window
         options = self._options
-        params = SamplingParams(
-            temperature=options.temperature,
-            seed=options.seed,
-            max_tokens=options.max_tokens,
-            ends_with_context=True,
-            ignore_eos=options.ignores_end,
-            detokenize=False,
-            logprobs=0 if options.has_logprobs else None,
-        )
+        params = options.sampling(options.temperature, has_logprobs=options.has_logprobs)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         language = options.language
         header: list[tuple[int, float]] | None = [] if language is None else None
@@ -88,9 +76,9 @@ class ASRChat:
                 text += added
                 yield Part(added, num_tokens=len(part.token_ids), language=language)
         rest = decoder.decode(b"", final=True)
-        if header is not None and not _HEADER.fullmatch(self._spelled(header)):
+        if header is not None and not _is_header(beginning := self._spelled(header)):
             said = [token for token in header if self._bytes[token[0]]]
-            rest = self._spelled(header)
+            rest = beginning
         yield Part(
             rest,
             WindowText(
@@ -115,6 +103,18 @@ def _language_in(header: str) -> str | None:
     return language_code(names.partition(",")[0].strip())
 
 
+def _is_header(text: str) -> bool:
+    """Return True for a header, complete or cut off, of an answer without the marker.
+
+    That is one without speech, or with too few tokens. Other text was said."""
+    word, _, names = text.strip().partition(" ")
+    *others, last = (name.strip() for name in names.split(","))
+    known = ("None", *map(_name, LANGUAGES))
+    if word != _WORD:
+        return not names and _WORD.startswith(word)
+    return set(others) <= set(known) and any(one.startswith(last) for one in known)
+
+
 def conversation(prompt: str) -> list[dict[str, Any]]:
     """Return the messages before an answer. prompt: text about the sound, such as names in it."""
     return [
@@ -125,4 +125,8 @@ def conversation(prompt: str) -> list[dict[str, Any]]:
 
 def language_header(code: str) -> str:
     """Return the beginning of an answer in a language, without the marker."""
-    return f"{_WORD} {_NAMES.get(code) or language_name(code).title()}"
+    return f"{_WORD} {_name(code)}"
+
+
+def _name(code: str) -> str:
+    return _NAMES.get(code) or language_name(code).title()

@@ -66,6 +66,18 @@ class TranscriptionOptions:
     """Repeat answers that are unlikely or repetitive at higher temperatures, and leave out
     windows without speech."""
 
+    def sampling(self, temperature: float, *, has_logprobs: bool) -> SamplingParams:
+        """Return the parameters of an answer."""
+        return SamplingParams(
+            temperature=temperature,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            ends_with_context=True,
+            ignore_eos=self.ignores_end,
+            detokenize=False,
+            logprobs=0 if has_logprobs else None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

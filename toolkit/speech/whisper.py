@@ -150,15 +150,8 @@ class Whisper:
         prompt = self._tokens.prompt(
             self.language, options.task, timestamps=options.has_timestamps, previous=previous
         )
-        params = SamplingParams(
-            temperature=attempt.temperature,
-            seed=options.seed,
-            max_tokens=options.max_tokens,
-            ends_with_context=True,
-            ignore_eos=options.ignores_end,
-            detokenize=False,
-            logprobs=0 if self._needs_scores or options.has_logprobs else None,
-        )
+        has_logprobs = self._needs_scores or options.has_logprobs
+        params = options.sampling(attempt.temperature, has_logprobs=has_logprobs)
         async with aclosing(self._answer(prompt, clip, params)) as parts:
             async for part in parts:
                 attempt.token_ids += part.token_ids

@@ -44,10 +44,11 @@ from toolkit.speech.formats import (
     to_vtt,
     usage_of,
 )
-from toolkit.speech.tokens import Task
+from toolkit.speech.tokens import HearingInfo, Task
 from toolkit.speech.transcriber import (
     MAX_RUNNING,
     MAX_RUNNING_ON_CPU,
+    Answer,
     Listener,
     Part,
     Transcriber,
@@ -115,9 +116,9 @@ async def _answer(request: Request, task: Task) -> Response:
     form = await read_form(request, FormLimits(config.max_audio_mb * 2**20))
     body = parse_form(form)
     target = target_of(request, body)
-    tokenizer = target.engine.inputs.require_tokenizer()
     name = f"transcr-{request.state.request_id}"
     listener, options, seconds = _listener(target, name, body, task)
+    tokenizer = target.engine.inputs.require_tokenizer()
     transcriber = Transcriber(listener, options)
     windows = await while_connected(request, _windows(target, form.file, seconds))
     most = MAX_RUNNING_ON_CPU if target.engine.info.device == "cpu" else MAX_RUNNING
@@ -137,41 +138,60 @@ def _listener(
 
     name: beginning of the engine's request ids. Raises InvalidRequestError for a model that does
     not transcribe, and for fields that it does not support."""
-    engine = target.engine
-    inputs, info, answer = engine.inputs, engine.info, _EngineAnswer(target, name)
-    tokenizer = inputs.require_tokenizer()
-    token_bytes = tokenizer.byte_table(skip_special_tokens=True)
-    if (hearing := info.hearing) is not None:
-        tokens, before = hearing.tokens, []
-        if prompt := body.prompt.strip():
-            found = tokenizer.encode(f" {prompt}", add_special_tokens=False)
-            before = [token for token in found if token < tokens.end]  # text alone
-        known = tokens.languages or ("en",)
-        options = body.options(
-            known, before, task, falls_back=target.server.config.transcription_fallback
-        )
-        aligner = ClipAligner(engine, name) if body.has_words else None
-        whisper = Whisper(answer, hearing, token_bytes, info.max_model_len, options, aligner)
-        return whisper, options, hearing.seconds
+    answer, inputs = _EngineAnswer(target, name), target.engine.inputs
+    if (hearing := target.engine.info.hearing) is not None:
+        aligner = ClipAligner(target.engine, name) if body.has_words else None
+        return _whisper(target, answer, body, task, hearing, aligner)
     if (marker := inputs.transcript_marker) is None:
-        raise _deaf_error(target)
+        raise _not_transcribing_error(target)
     if task == "translate":
         raise InvalidRequestError(
             f"{target.name} transcribes, and does not translate. Models such as Whisper do.",
             param="model",
             code="model_not_supported",
         )
+    return _asr_chat(target, answer, body, marker)
+
+
+def _whisper(
+    target: Target,
+    answer: Answer,
+    body: TranscriptionRequest,
+    task: Task,
+    hearing: HearingInfo,
+    aligner: ClipAligner | None,
+) -> tuple[Whisper, TranscriptionOptions, float]:
+    tokenizer, tokens = target.engine.inputs.require_tokenizer(), hearing.tokens
+    before: list[int] = []
+    if prompt := body.prompt.strip():
+        found = tokenizer.encode(f" {prompt}", add_special_tokens=False)
+        before = [token for token in found if token < tokens.end]  # text alone
+    falls_back = target.server.config.transcription_fallback
+    options = body.options(tokens.languages or ("en",), before, task, falls_back=falls_back)
+    token_bytes = tokenizer.byte_table(skip_special_tokens=True)
+    max_model_len = target.engine.info.max_model_len
+    whisper = Whisper(answer, hearing, token_bytes, max_model_len, options, aligner)
+    return whisper, options, hearing.seconds
+
+
+def _asr_chat(
+    target: Target, answer: Answer, body: TranscriptionRequest, marker: int
+) -> tuple[ASRChat, TranscriptionOptions, float]:
     body.require_text_alone()
-    options = body.options(LANGUAGES, (), task, falls_back=False)  # whatever the server's default
+    # The server's default of fallback is for models such as Whisper.
+    options = body.options(LANGUAGES, (), "transcribe", falls_back=False)
+    inputs = target.engine.inputs
+    tokenizer = inputs.require_tokenizer()
     ids = inputs.chat_prompt(conversation(body.prompt))
     if options.language is not None:
         header = language_header(options.language)
         ids += [*tokenizer.encode(header, add_special_tokens=False), marker]
+    token_bytes = tokenizer.byte_table(skip_special_tokens=True)
     listener = ASRChat(answer, ids, marker, token_bytes, options)
-    return listener, options, window_seconds(info, len(ids))
+    return listener, options, window_seconds(target.engine.info, len(ids))
 
 
-def _deaf_error(target: Target) -> InvalidRequestError:
+def _not_transcribing_error(target: Target) -> InvalidRequestError:
     """Return the error for a model that does not transcribe."""
     if target.engine.info.sound is not None:
         return InvalidRequestError(
