@@ -96,6 +96,24 @@ class Shared:
         self.job_full, self.job_empty = job_full, job_empty
 
 
+@aggregate
+class Shape:
+    """Sizes that kernels are compiled for."""
+
+    BLOCK_SIZE: gl.constexpr
+    GROUP: gl.constexpr
+    KV_HEADS: gl.constexpr
+    HEAD_SIZE: gl.constexpr
+    INDIRECT: gl.constexpr
+    TOKENS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, BLOCK_SIZE, GROUP, KV_HEADS, HEAD_SIZE, INDIRECT, TOKENS):
+        self.BLOCK_SIZE, self.GROUP = gl.constexpr(BLOCK_SIZE), gl.constexpr(GROUP)
+        self.KV_HEADS, self.HEAD_SIZE = gl.constexpr(KV_HEADS), gl.constexpr(HEAD_SIZE)
+        self.INDIRECT, self.TOKENS = gl.constexpr(INDIRECT), gl.constexpr(TOKENS)
+
+
 @gluon.jit
 def _stage(ring, n):
     """Return the stage of tile n."""
@@ -172,20 +190,13 @@ def _copy_pages(
 
 
 @gluon.jit
-def _copy(
-    shared,
-    queries,
-    caches,
-    requests,
-    jobs,
-    BLOCK_SIZE: gl.constexpr,
-    GROUP: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    INDIRECT: gl.constexpr,
-    TOKENS: gl.constexpr,
-):
+def _copy(shared, queries, caches, requests, jobs, shape):
     """Copy job after job: fields, queries, and keys and values from the last tile to the first."""
+    BLOCK_SIZE: gl.constexpr = shape.BLOCK_SIZE
+    GROUP: gl.constexpr = shape.GROUP
+    KV_HEADS: gl.constexpr = shape.KV_HEADS
+    HEAD_SIZE: gl.constexpr = shape.HEAD_SIZE
+    TOKENS: gl.constexpr = shape.TOKENS
     q_ptr, q_stride_token, q_stride_head = queries
     k_cache, v_cache, v_ptr, kv_stride_block, kv_stride_slot, kv_stride_head = caches
     query_start_ptr, seq_len_ptr, num_reqs, table_ptr, table_stride, row_ptr = requests
@@ -209,7 +220,7 @@ def _copy(
         first_query = (query_tile - query_start // TOKENS - request) * TOKENS
         if (first_query < query_len) & ((query_len > 1) | (singles != 0)):
             table_row = request.to(gl.int64)
-            if INDIRECT:
+            if shape.INDIRECT:
                 table_row = gl.load(row_ptr + request).to(gl.int64)
             table = table_ptr + table_row * table_stride
             block_rows = (kv_stride_block // kv_stride_slot).to(gl.int32)
@@ -304,14 +315,11 @@ def _convert_tile(copied, ring, n, live=None):
 
 
 @gluon.jit
-def _convert(
-    shared,
-    queries,
-    GROUP: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    TOKENS: gl.constexpr,
-):
+def _convert(shared, queries, shape):
     """Convert the queries, keys and values of every job, in the order in which they are copied."""
+    GROUP: gl.constexpr = shape.GROUP
+    HEAD_SIZE: gl.constexpr = shape.HEAD_SIZE
+    TOKENS: gl.constexpr = shape.TOKENS
     q_ptr, q_stride_token, q_stride_head = queries
     NUMBERS: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -406,15 +414,11 @@ def _fold(
 
 
 @gluon.jit
-def _attend(
-    half: gl.constexpr,
-    shared,
-    outs,
-    GROUP: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    TOKENS: gl.constexpr,
-):
+def _attend(half: gl.constexpr, shared, outs, shape):
     """Attend from half of the rows of every job, as in `attention_kernels`."""
+    GROUP: gl.constexpr = shape.GROUP
+    HEAD_SIZE: gl.constexpr = shape.HEAD_SIZE
+    TOKENS: gl.constexpr = shape.TOKENS
     out_ptr, out_stride_token, out_stride_head, outer_scale = outs
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     NUMBERS: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
@@ -576,28 +580,14 @@ def hopper_prefill_kernel(
     caches = (k_cache, v_cache, v_ptr, kv_stride_block, kv_stride_slot, kv_stride_head)
     requests = (query_start_ptr, seq_len_ptr, num_reqs, table_ptr, table_stride, row_ptr)
     jobs = (counter_ptr, num_jobs, singles)
+    shape = Shape(BLOCK_SIZE, GROUP, KV_HEADS, HEAD_SIZE, INDIRECT, TOKENS)
     if CONVERTED:
         gl.warp_specialize(
             [
-                (_attend, (FIRST, shared, outs, GROUP, HEAD_SIZE, TOKENS)),
-                (_attend, (SECOND, shared, outs, GROUP, HEAD_SIZE, TOKENS)),
-                (
-                    _copy,
-                    (
-                        shared,
-                        queries,
-                        caches,
-                        requests,
-                        jobs,
-                        BLOCK_SIZE,
-                        GROUP,
-                        KV_HEADS,
-                        HEAD_SIZE,
-                        INDIRECT,
-                        TOKENS,
-                    ),
-                ),
-                (_convert, (shared, queries, GROUP, HEAD_SIZE, TOKENS)),
+                (_attend, (FIRST, shared, outs, shape)),
+                (_attend, (SECOND, shared, outs, shape)),
+                (_copy, (shared, queries, caches, requests, jobs, shape)),
+                (_convert, (shared, queries, shape)),
             ],
             [WARPS, 1, WARPS],
             [REGISTERS, FEWEST, CONVERTING],
@@ -605,24 +595,9 @@ def hopper_prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (FIRST, shared, outs, GROUP, HEAD_SIZE, TOKENS)),
-                (_attend, (SECOND, shared, outs, GROUP, HEAD_SIZE, TOKENS)),
-                (
-                    _copy,
-                    (
-                        shared,
-                        queries,
-                        caches,
-                        requests,
-                        jobs,
-                        BLOCK_SIZE,
-                        GROUP,
-                        KV_HEADS,
-                        HEAD_SIZE,
-                        INDIRECT,
-                        TOKENS,
-                    ),
-                ),
+                (_attend, (FIRST, shared, outs, shape)),
+                (_attend, (SECOND, shared, outs, shape)),
+                (_copy, (shared, queries, caches, requests, jobs, shape)),
             ],
             [WARPS, 1],
             [REGISTERS, FEWER],
