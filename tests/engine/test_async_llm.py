@@ -245,8 +245,8 @@ async def test_a_process_starts_before_a_core_counts_as_hung(
             while spare.is_running():
                 await asyncio.sleep(0.01)
             assert llm.replicas[0].link.pid == first.pid
+            first.suspend()  # before the request: else it may be answered first
             stream = llm.start_request(request("one"))
-            first.suspend()
             tokens = [token async for delta in stream for token in delta.token_ids]
         assert [in_use for _, in_use in spares] == [True, True]
         assert llm.replicas[0].link.pid == spares[1][0]
