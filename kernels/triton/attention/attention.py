@@ -17,11 +17,11 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference import HeadNorm
 from ..counters import counters
+from ..hopper import is_hopper
 from ..pdl import supported
 from ..products.fp8 import FP8
 from ..sizes import power_of_two
@@ -418,7 +418,7 @@ def _suits_hopper(batch: Batch, logits: Logits) -> bool:
     block_size, num_kv_heads, head_size = cache.shape[1:]
     per_block, per_slot, per_head = cache.stride()[:3]
     return (
-        _is_hopper(batch.q.device)
+        is_hopper(batch.q.device)
         and batch.last_key is None
         and batch.q.element_size() == 2
         and cache.dtype in (batch.q.dtype, FP8)
@@ -502,14 +502,6 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    """Return True on Hopper with a Triton whose Gluon, still unstable, runs `attention_hopper`."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    has_gluon = (3, 6) <= version < (3, 8)
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and has_gluon
-
-
 def _fits_decode(batch: Batch, queries: int) -> bool:
     """Return True if one tile has all heads of a KV head and so many queries."""
     rows = queries * batch.group
@@ -521,16 +513,19 @@ def _decode_tile(batch: Batch, queries: int) -> Tile:
     """Return the fastest tile for one query on an H200. See `--tune` of `tools.bench.kernels`.
 
     Of a tile of 128 rows, four warps spill registers on Hopper, and eight do not. Keys in FP8 are
-    converted first: more programs of one warp hide it, where there are more."""
-    rows = max(16, power_of_two(queries * batch.group))
-    row_bytes = batch.head_pad * batch.k_cache.element_size()
+    converted first: more programs of one warp hide it, where there are more. Eight rows take fewer
+    instructions than 16, but only FP8 is bound by them."""
+    itemsize = batch.k_cache.element_size()
+    rows = max(8 if itemsize == 1 else 16, power_of_two(queries * batch.group))
+    row_bytes = batch.head_pad * itemsize
     keys = min(64, max(16, 8192 // row_bytes))
     if batch.head_pad > 256:  # by what fits registers and 99 KB, not by time
         is_wide = rows > 16 or row_bytes > 1024
         return Tile(rows, keys, warps=8 if is_wide else 4, stages=2 if row_bytes > 1024 else 3)
-    if rows == 16 and row_bytes == 128 and batch.programs_per_multiprocessor > MAX_RESIDENT:
-        return Tile(rows, keys=32, warps=1, stages=3, registers=168)
-    warps = 2 if rows == 16 else 8 if rows > 64 and queries > 1 else 4
+    if rows <= 16 and row_bytes == 128 and batch.programs_per_multiprocessor > MAX_RESIDENT:
+        registers = None if rows == 8 else 168
+        return Tile(rows, keys=32, warps=1, stages=3, registers=registers)
+    warps = 2 if rows <= 16 else 8 if rows > 64 and queries > 1 else 4
     return Tile(rows, keys, warps, stages=3 if row_bytes <= 256 else 4)
 
 

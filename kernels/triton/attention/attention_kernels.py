@@ -26,9 +26,17 @@ def _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT: tl.constexpr)
 
 
 @triton.jit
+def _before(position, end):
+    """Return positions, or the last one before `end`. 0 if there is none.
+
+    A key that is read again has no weight there, and its values are as finite as its own."""
+    return tl.maximum(tl.minimum(position, end - 1), 0)
+
+
+@triton.jit
 def _load_blocks(table_ptr, position, end, BLOCK_SIZE: tl.constexpr):
     """Load the block numbers of positions before `end`. Unsigned division can become a shift."""
-    return tl.load(table_ptr + position.to(tl.uint32) // BLOCK_SIZE, mask=position < end, other=0)
+    return tl.load(table_ptr + _before(position, end).to(tl.uint32) // BLOCK_SIZE)
 
 
 @triton.jit
@@ -57,13 +65,9 @@ def _fetch_rows(
 
 
 @triton.jit
-def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    """Load a tile `[keys, head]` with only the masks that it needs."""
-    if MASKED and PADDED:
-        rows = tl.load(pointers, mask=live[:, None] & in_head[None, :], other=0.0)
-    elif MASKED:
-        rows = tl.load(pointers, mask=live[:, None], other=0.0)
-    elif PADDED:
+def _load_rows(pointers, in_head, PADDED: tl.constexpr):
+    """Load a tile `[keys, head]`."""
+    if PADDED:
         rows = tl.load(pointers, mask=in_head[None, :], other=0.0)
     else:
         rows = tl.load(pointers)
@@ -143,42 +147,58 @@ def _attend(
     """Fold the keys at positions [begin, end) into a running softmax.
 
     Row i sees keys in [first_key[i], last_key[i]], which ends before `end`. Without MASKED every
-    row sees every key, and `end - begin` is a multiple of KEYS. Nothing outside [begin, end) is
-    read, not even its block number."""
+    row sees every key, and `end - begin` is a multiple of KEYS. No key outside [begin, end) is
+    read. Tensor cores take 16 rows of a product's first operand at a time, and 8 of its second, as
+    which they take fewer than 16 queries: all is transposed then."""
+    FEW: tl.constexpr = q.shape[0] < 16
+    KEY_AXIS: tl.constexpr = 0 if FEW else 1
     dim = tl.arange(0, HEAD_PAD)
     in_head = dim < HEAD_SIZE
     lane = tl.arange(0, KEYS)
+    if FEW:
+        q = tl.trans(q)
+        acc = tl.trans(acc)
+    # Of numbers that fit 32 bits, one instruction makes an address.
+    block_stride = kv_stride_block.to(tl.uint32).to(tl.uint64)
+    slot_stride = kv_stride_slot.to(tl.uint32)
     # Block numbers are loaded a step ahead: only then can the compiler load keys and values ahead.
     block = _load_blocks(table_ptr, begin + lane, end, BLOCK_SIZE)
     for tile in range(begin, end, KEYS):
         position = tile + lane
-        live = position < end
         block_ahead = _load_blocks(table_ptr, position + KEYS, end, BLOCK_SIZE)
-        slot = position.to(tl.uint32) % BLOCK_SIZE
-        rows = (block.to(tl.int64) * kv_stride_block + slot * kv_stride_slot)[:, None] + dim[
-            None, :
-        ]
+        slot = _before(position, end).to(tl.uint32) % BLOCK_SIZE
+        in_block = (slot * slot_stride)[:, None] + dim.to(tl.uint32)[None, :]
+        rows = (block.to(tl.uint32).to(tl.uint64) * block_stride)[:, None] + in_block
 
-        k = _load_rows(k_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE).to(q.dtype)
-        x = dot(q, tl.trans(k), None)
+        k = _load_rows(k_ptr + rows, in_head, HEAD_PAD != HEAD_SIZE).to(q.dtype)
+        if FEW:
+            x = dot(k, q, None)
+        else:
+            x = dot(q, tl.trans(k), None)
         if CAPPED:
             x = 2 * tl.sigmoid(x * inner_scale) - 1
         if MASKED:
-            visible = position[None, :] <= last_key[:, None]
+            key = tl.expand_dims(position, 1 - KEY_AXIS)
+            visible = key <= tl.expand_dims(last_key, KEY_AXIS)
             if SLIDING:
-                visible = visible & (position[None, :] >= first_key[:, None])
+                visible = visible & (key >= tl.expand_dims(first_key, KEY_AXIS))
             x = tl.where(visible, x, -float("inf"))
 
-        new_max = tl.maximum(row_max, tl.max(x, 1) * outer_scale)
-        weight = tl.exp2(x * outer_scale - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(x, KEY_AXIS) * outer_scale)
+        weight = tl.exp2(x * outer_scale - tl.expand_dims(new_max, KEY_AXIS))
         decay = tl.exp2(row_max - new_max)
-        row_sum = row_sum * decay + tl.sum(weight, 1)
+        row_sum = row_sum * decay + tl.sum(weight, KEY_AXIS)
         row_max = new_max
 
-        v = _load_rows(v_ptr + rows, live, in_head, MASKED, HEAD_PAD != HEAD_SIZE)
-        v = _widened(v, q.dtype)
-        acc = dot(weight.to(q.dtype), v, acc * decay[:, None])
+        v = _widened(_load_rows(v_ptr + rows, in_head, HEAD_PAD != HEAD_SIZE), q.dtype)
+        acc *= tl.expand_dims(decay, KEY_AXIS)
+        if FEW:
+            acc = dot(tl.trans(v), weight.to(q.dtype), acc)
+        else:
+            acc = dot(weight.to(q.dtype), v, acc)
         block = block_ahead
+    if FEW:
+        acc = tl.trans(acc)
     return acc, row_max, row_sum
 
 

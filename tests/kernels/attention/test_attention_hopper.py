@@ -78,7 +78,7 @@ def check(triton_attention, case: Case, times: int = 1) -> None:
     ids=str,
 )
 def test_supported_shapes_and_dtypes(triton_attention, monkeypatch, changes, suits):
-    monkeypatch.setattr(triton_attention, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_attention, "is_hopper", lambda device: True)
     case = replace(WIDE, lens=((3, 5),), **changes)
     inputs = make(case)
     batch = triton_attention.Batch(*inputs.arguments, torch.empty_like(inputs.q))
@@ -101,7 +101,7 @@ def padded(x: Tensor, dim: int, by: int) -> Tensor:
 
 def test_supported_layouts(triton_attention, monkeypatch):
     """Copies need evenly spaced slots, and addresses and strides divisible by 16 bytes."""
-    monkeypatch.setattr(triton_attention, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_attention, "is_hopper", lambda device: True)
     q, k, v, *rest = make(replace(WIDE, lens=((3, 5),))).arguments
 
     def both(change):
@@ -139,10 +139,12 @@ def test_supported_layouts(triton_attention, monkeypatch):
 def test_supported_gpus_and_triton_versions(
     triton_attention, monkeypatch, version, generation, supported
 ):
-    monkeypatch.setattr(triton_attention.triton, "__version__", version)
+    from toolkit.kernels.triton import hopper
+
+    monkeypatch.setattr(hopper.triton, "__version__", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
-    assert triton_attention._is_hopper.__wrapped__(torch.device("cuda", 0)) == supported
-    assert not triton_attention._is_hopper.__wrapped__(torch.device("cpu"))
+    assert hopper.is_hopper.__wrapped__(torch.device("cuda", 0)) == supported
+    assert not hopper.is_hopper.__wrapped__(torch.device("cpu"))
 
 
 @gpu

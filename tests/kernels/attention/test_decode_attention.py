@@ -452,10 +452,12 @@ def test_many_rows_are_left_to_the_kernel_of_prompts(
     assert calls == ["decode", "prefill"]
 
 
-@pytest.mark.on_cpu("1-False", "2-True")
+@pytest.mark.on_cpu("1-None-False", "2-torch.float8_e4m3fn-True")
 @pytest.mark.parametrize("is_decode", [False, True])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_one_query_has_its_own_kernels(triton_attention, device, monkeypatch, is_decode, splits):
+@pytest.mark.parametrize(("splits", "cached"), [(1, None), (2, FP8)], ids=str)
+def test_one_query_has_its_own_kernels(
+    triton_attention, device, monkeypatch, is_decode, splits, cached
+):
     """Its tile is the smallest, and each program merges one head of one request."""
     launches = []
 
@@ -466,14 +468,15 @@ def test_one_query_has_its_own_kernels(triton_attention, device, monkeypatch, is
     monkeypatch.setattr(triton_attention, "num_splits", lambda batch, longest: splits)
     for name in ("decode_kernel", "merge_kernel"):
         monkeypatch.setattr(triton_attention, name, Recorded())
-    case = Case(((1, 40), (1, 70)), heads=8, head_size=128, dtype=torch.bfloat16, device=device)
+    shape = {"heads": 8, "head_size": 128, "dtype": torch.bfloat16, "cached": cached}
+    case = Case(((1, 40), (1, 70)), **shape, device=device)
     triton_attention.paged_attention(
         *make(case).arguments, **case.bounds, **case.options, is_decode=is_decode
     )
     (grid, options), *merges = launches
     assert grid == (2, 2, splits)
-    shape = [options[name] for name in ("QUERIES", "ROWS", "KEYS", "num_warps", "num_stages")]
-    assert shape == [1, 16, 32, 2, 3]
+    names = "QUERIES", "ROWS", "KEYS", "num_warps", "num_stages"
+    assert [options[name] for name in names] == ([1, 8, 64, 2, 3] if cached else [1, 16, 32, 2, 3])
     assert [(grid, options["QUERIES"]) for grid, options in merges] == [((8, 2, 1), 1)] * (
         splits - 1
     )
