@@ -17,6 +17,7 @@ KINDS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
 (Hendrycks & Gimpel, arXiv:1606.08415). `relu2` is relu squared (So et al., arXiv:2109.08668)."""
 
 CHUNK = 1024
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def gated_activation(gate_up: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
@@ -125,16 +126,42 @@ def _activate(x: Tensor, kind: str, size: int, gated: bool, out: Tensor | None) 
 
 
 @triton.jit
+def sigmoid(x):
+    """Return 1 / (1 + exp(-x)) for fp32 x, or 0 where it has no normal number.
+
+    The compiler's own code has the same bits, and guards each step against numbers that are not
+    normal: 13 instructions instead of 4."""
+    if INTERPRETED:
+        y = tl.sigmoid(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 y;
+            mul.f32 y, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 y, y;
+            add.f32 y, y, 0f3F800000;
+            rcp.approx.ftz.f32 $0, y;
+            }""",
+            "=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return y
+
+
+@triton.jit
 def apply(x, KIND: tl.constexpr):
     """Return act(x) for fp32 x. 1 + tanh(y) = 2 * sigmoid(2y)."""
     if KIND == "silu":
-        y = x * tl.sigmoid(x)
+        y = x * sigmoid(x)
     elif KIND == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif KIND == "gelu_quick":
-        y = x * tl.sigmoid(1.702 * x)
+        y = x * sigmoid(1.702 * x)
     else:
         y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if KIND == "relu2":
@@ -148,7 +175,7 @@ def gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        y = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+        y = gate * sigmoid(ALPHA * gate) * (up + 1.0)
     else:
         y = apply(gate, KIND) * up
     return y
@@ -197,7 +224,7 @@ def _gate_rows_kernel(
     x = tl.load(own, mask=live, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride + column, mask=live, other=0.0).to(tl.float32)
     if LOGIT:
-        gate = tl.sigmoid(gate)
+        gate = sigmoid(gate)
     tl.store(own, (x * gate).to(x_ptr.dtype.element_ty), mask=live)
 
 
@@ -216,7 +243,7 @@ def _add_gated_kernel(
         x = tl.load(x_ptr + row * columns + column, mask=column < columns, other=0.0)
         gate = tl.load(gate_ptr + column, mask=column < columns, other=0.0)
         sums += x.to(tl.float32) * gate.to(tl.float32)
-    share = tl.sigmoid(tl.sum(sums, 0))
+    share = sigmoid(tl.sum(sums, 0))
     for begin in range(0, size, CHUNK):
         column = begin + offset
         own = row * size + column

@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit.kernels.reference import Norm
 
 from .pdl import release, supported, wait
-from .products.fp8 import FP8, store_quantized
+from .products.fp8 import FP8, rounded, store_quantized
 
 MAX_SIZE = 32768  # longest row: it must fit into the registers of one program
 _ABSENT = (None, None, 0.0, False)  # in place of a norm. Triton compiles nothing for None
@@ -190,7 +190,7 @@ def _join_kernel(
         if row_scale_ptr is None:
             tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
         else:
-            y = tl.where(live, y, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+            y = rounded(tl.where(live, y, 0.0), x_ptr.dtype.element_ty)
             # Threads have the same columns as without FP8, so that sums are in the same order.
             column = tl.max_contiguous(column, 8)
             store_quantized(y, column, live, SIZE, out_ptr, row_scale_ptr)

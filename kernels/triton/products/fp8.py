@@ -174,9 +174,8 @@ def _vector(
 @triton.jit
 def to_fp8(x):
     """Round fp32 to the nearest e4m3, ties to even, and clamp. NaN stays NaN."""
-    x = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:  # it truncates, but numbers with few digits pass unchanged
-        x = round_to_fp8(x)
+        x = round_to_fp8(tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL))
     return x.to(tl.float8e4nv)
 
 
@@ -189,6 +188,23 @@ def round_to_fp8(x):
     exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
     magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return (x + magic) - magic
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """Return fp32 rounded to a type of 16 bits, in fp32.
+
+    The compiler would round one number at a time, at a quarter of the rate of pairs."""
+    if DTYPE.is_bf16() and not INTERPRETED:
+        x = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,r,r",
+            [x],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -223,7 +239,7 @@ def _quantize_kernel(
         x = apply(x, KIND)
         if GATED:
             x *= tl.load(own + size, mask=live, other=0.0).to(tl.float32)
-        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        x = rounded(x, x_ptr.dtype.element_ty)
     store_quantized(x, column, live, size, out_ptr, scale_ptr)
 
 
