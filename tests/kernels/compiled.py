@@ -30,6 +30,7 @@ from toolkit.kernels.triton.attention.rotary import _qk_norm_rope_write_kernel, 
 from toolkit.kernels.triton.attention.windows import _short_kernel
 from toolkit.kernels.triton.embedding import _place_kernel
 from toolkit.kernels.triton.experts import expert_kernels, expert_vectors, experts, routing
+from toolkit.kernels.triton.experts.experts_hopper import hopper_experts_kernel
 from toolkit.kernels.triton.norm import _join_kernel
 from toolkit.kernels.triton.products import fp8, fp8_matmul, linear
 from toolkit.kernels.triton.products.grouped import _grouped_kernel
@@ -62,6 +63,8 @@ ASSEMBLED = frozenset(
         "router",
         "8 pairs of an expert, mxfp4",
         "8 pairs of an expert, integers",
+        "experts on Hopper",
+        "quantized activation",
         "one row, FP8",
         "FP8 blocks, warps",
         "int4, wide",
@@ -377,6 +380,18 @@ def compile_experts() -> None:
         ("mxfp4", 128, 128, True),
     ):
         compile_tile_of_experts(tiles, chosen, form, tokens, columns, is_down)
+    tiles |= {"weight_ptr": "*i16", "scale_ptr": "*i32"}
+    gate = {"UP": True, "INTERLEAVED": True, "KIND": "", "LIMIT": 7.0, "ALPHA": 1.702}
+    for end in (gate, gate | {"UP": False, "bias_ptr": None}):
+        compile_kernel(
+            "experts on Hopper",
+            hopper_experts_kernel,
+            tiles,
+            {"CHOSEN": 6} | end,
+            4,
+            3,
+            GluonASTSource,
+        )
     constants = {"CHOSEN": 6, "CHOICES": 8, "PDL": True, "CHUNK": 1024}
     compile_kernel("sum of experts", expert_kernels.sum_kernel, types, constants, 4, 3)
 
@@ -476,7 +491,8 @@ def main() -> None:
     fused = {"OWN": True, "SPLIT": False, "HALF": 64, "NORMED": True, "ORDERED": True}
     plain = PLAIN | {"sinks_ptr": None}
     full = FULL | {"SLIDING": True, "CAPPED": True, "HEAD_SIZE": 80, "HALF": 20}
-    compile_kernel("decode, all", decode_kernel, DECODE_TYPES, DECODE | fused | full, 2, 3)
+    fp8 = DECODE_TYPES | dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv")
+    compile_kernel("decode, all", decode_kernel, fp8, DECODE | fused | full | {"ROWS": 8}, 1, 3)
     compile_kernel(
         "norm, rotate and write", _qk_norm_rope_write_kernel, DECODE_TYPES, WRITE | FULL, 4, 3
     )

@@ -8,7 +8,8 @@ product of a token and an expert is stored, and a token's are summed in the orde
 
 FP8 weights are multiplied as they are. Of few tokens x is split into two FP8 numbers, which are
 bf16 exactly, of more it is quantized, as in `products.fp8_product`. For fp16 they are converted in
-registers, as MXFP4 and integers always are.
+registers, as MXFP4 and integers always are. Many tokens with MXFP4 have their own kernel on Hopper
+(`experts_hopper`).
 
 A pair is a token and one of its experts: `token * num_chosen + choice`. Rows of the gated product
 and of the one after it are in the order of pairs."""
@@ -27,6 +28,7 @@ from toolkit.kernels.gates import Gate
 from toolkit.kernels.reference import FP8_BLOCK, Stack
 
 from ..activation import check_kind
+from ..hopper import is_hopper
 from ..pdl import supported
 from ..products.fp8 import FP8, quantize
 from ..products.fp8_matmul import quantize as quantize_blocks
@@ -37,6 +39,7 @@ from .expert_vectors import vector_down_kernel, vector_up_kernel
 from .routing import Blocks, arrange
 
 FEW_TOKENS = 16  # tokens up to which they are one tile, without blocks
+MOST_PAIRS = 128  # of a block
 FEW_PAIRS = 32  # pairs of a block up to which it is bound by reading the weights
 ROW_CLASSES = (1, 8, FEW_TOKENS, 64, 256, 512, 1024, 2048, 4096)
 """The most tokens for which each kernel is chosen. Warm-up has steps of as many."""
@@ -165,9 +168,25 @@ class Layer:
         if len(x) == 1 and tiles is None and self._is_vector:
             self._run_vector(x, chosen, out)
         elif len(x):
-            tiles = tiles or best_tiles(len(x), ids.shape[1], self._up, self._down)
-            self._run_tiles(x, chosen, out, tiles)
+            best = tiles or best_tiles(len(x), ids.shape[1], self._up, self._down)
+            is_hopper = tiles is None and self._suits_hopper(x, ids.shape[1], best)
+            self._run_tiles(x, chosen, out, best, is_hopper)
         return out
+
+    def _suits_hopper(self, x: Tensor, num_chosen: int, tiles: Tiles) -> bool:
+        """Return True if `experts_hopper` supports the call: full blocks of experts in MXFP4.
+
+        It copies 16 bytes of x at a time, from places that fit 32 bits."""
+        sizes = self._up.columns, self._down.columns
+        return (
+            is_hopper(x.device)
+            and self._up.form.kind == self._down.form.kind == "mxfp4"
+            and x.dtype == torch.bfloat16
+            and tiles.up.tokens == MOST_PAIRS
+            and all(size % 16 == 0 for size in sizes)
+            and len(x) * num_chosen * max(sizes) < 1 << 31
+            and x.data_ptr() % 16 == 0
+        )
 
     def _run_vector(self, x: Tensor, chosen: Chosen, out: Tensor) -> None:
         """Compute one token, whose down products are summed in registers."""
@@ -206,64 +225,114 @@ class Layer:
             launch_pdl=pdl,
         )
 
-    def _run_tiles(self, x: Tensor, chosen: Chosen, out: Tensor, tiles: Tiles) -> None:
+    def _run_tiles(
+        self, x: Tensor, chosen: Chosen, out: Tensor, tiles: Tiles, on_hopper: bool
+    ) -> None:
         """Compute several tokens."""
-        ids, (up, down) = chosen.ids, (self._up, self._down)
+        ids = chosen.ids
         num_tokens, num_chosen = ids.shape
-        num_pairs, num_experts = num_tokens * num_chosen, len(up.stack.values)
-        size, hidden = down.columns, up.columns
+        size, hidden = self._down.columns, self._up.columns
         is_few, pdl = tiles.hold(num_tokens), supported(x.device)
-        key = tiles, is_few, num_chosen, x.dtype
-        constants = self._of_tiles.get(key)
-        if constants is None:
-            of_up, of_down = (
-                _tile_constants(tile, one, _num_parts(x, one, tiles), x, num_chosen, is_few)
-                for tile, one in ((tiles.up, up), (tiles.down, down))
-            )
-            constants = of_up, of_down | _fetched(tiles.down, down.stack, pdl)
-            self._of_tiles[key] = constants
-        of_up, of_down = constants
-        blocks = None if is_few else arrange(ids, num_experts, tiles.up.tokens)
-        inner = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
-        parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
-        grid, place = _places(blocks, ids, num_experts, -(-2 * size // tiles.up.rows))
-        up_kernel[grid](
-            *_rows(x, up, tiles),
-            *up.arguments,
-            *place,
-            inner,
-            size,
-            hidden,
-            **of_up,
-            **self._gate,
-            PDL=pdl,
-            launch_pdl=pdl,
-        )
-        grid, place = _places(blocks, ids, num_experts, -(-hidden // tiles.down.rows))
-        down_kernel[grid](
-            *_rows(inner, down, tiles),
-            *down.arguments,
-            *place,
-            chosen.weights,
-            parts,
-            hidden,
-            size,
-            **of_down,
-            PDL=pdl,
-            launch_pdl=pdl,
-        )
+        blocks = None if is_few else arrange(ids, len(self._up.stack.values), tiles.up.tokens)
+        inner = torch.empty((num_tokens * num_chosen, size), dtype=x.dtype, device=x.device)
+        parts = torch.empty((len(inner), hidden), dtype=x.dtype, device=x.device)
+        if on_hopper and blocks is not None:
+            self._multiply_on_hopper(x, chosen, blocks, inner, parts)
+        else:
+            self._multiply(x, chosen, blocks, inner, parts, tiles)
         sum_kernel[(num_tokens, -(-hidden // CHUNK))](
             parts,
             ids,
             out,
             hidden,
             CHOSEN=num_chosen,
-            CHOICES=of_up["CHOICES"],
+            CHOICES=triton.next_power_of_2(num_chosen),
             CHUNK=CHUNK,
             PDL=pdl,
             launch_pdl=pdl,
             num_warps=4,
         )
+
+    def _multiply(
+        self,
+        x: Tensor,
+        chosen: Chosen,
+        blocks: Blocks | None,
+        inner: Tensor,
+        parts: Tensor,
+        tiles: Tiles,
+    ) -> None:
+        """Compute `inner`, the gated products of pairs, and `parts`, what pairs add to tokens."""
+        ids, (up, down) = chosen.ids, (self._up, self._down)
+        num_experts, pdl = len(up.stack.values), supported(x.device)
+        key = tiles, blocks is None, ids.shape[1], x.dtype
+        constants = self._of_tiles.get(key)
+        if constants is None:
+            of_up, of_down = (
+                _tile_constants(
+                    tile, one, _num_parts(x, one, tiles), x, ids.shape[1], blocks is None
+                )
+                for tile, one in ((tiles.up, up), (tiles.down, down))
+            )
+            constants = of_up, of_down | _fetched(tiles.down, down.stack, pdl)
+            self._of_tiles[key] = constants
+        of_up, of_down = constants
+        grid, place = _places(blocks, ids, num_experts, -(-2 * down.columns // tiles.up.rows))
+        up_kernel[grid](
+            *_rows(x, up, tiles),
+            *up.arguments,
+            *place,
+            inner,
+            down.columns,
+            up.columns,
+            **of_up,
+            **self._gate,
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+        grid, place = _places(blocks, ids, num_experts, -(-up.columns // tiles.down.rows))
+        down_kernel[grid](
+            *_rows(inner, down, tiles),
+            *down.arguments,
+            *place,
+            chosen.weights,
+            parts,
+            up.columns,
+            down.columns,
+            **of_down,
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+
+    def _multiply_on_hopper(
+        self, x: Tensor, chosen: Chosen, blocks: Blocks, inner: Tensor, parts: Tensor
+    ) -> None:
+        """Compute `_multiply` by `experts_hopper`. Triton for other GPUs may lack its modules."""
+        from . import experts_hopper as hopper
+
+        num_tokens, num_chosen = chosen.ids.shape
+        for source, operand, target in ((x, self._up, inner), (inner, self._down, parts)):
+            numbers, scale, _, bias, *strides = operand.arguments
+            num_tiles = -(-operand.num_rows // hopper.ROWS.value)
+            hopper.hopper_experts_kernel[(len(blocks.table) * num_tiles,)](
+                source,
+                numbers,
+                scale,
+                None if operand.stack.bias is None else bias,
+                *strides,
+                blocks.table,
+                blocks.pairs,
+                num_tokens,
+                num_tiles,
+                chosen.weights,
+                target,
+                target.shape[1],
+                operand.columns,
+                CHOSEN=num_chosen,
+                UP=operand is self._up,
+                **self._gate,
+                num_warps=hopper.WARPS.value,
+            )
 
 
 def format_of(weight: Stack, columns: int) -> Format:
@@ -295,7 +364,7 @@ def best_tiles(num_tokens: int, num_chosen: int, up: Operand, down: Operand) -> 
     Blocks have room for twice the mean number of an expert's pairs, so that most experts have one
     block and their weights are read once; int4 for the mean number."""
     # More sums that are scaled, in a second set of registers, have no room or are slower.
-    largest = 64 if {"integers", "blocks"} & {up.form.kind, down.form.kind} else 128
+    largest = 64 if {"integers", "blocks"} & {up.form.kind, down.form.kind} else MOST_PAIRS
     # Reading int4 twice takes less time than computing for pairs that do not exist.
     spare = 1 if up.form.bits == 4 else 2
     tokens = _best_pairs(num_tokens, num_chosen, len(up.stack.values), spare, largest)

@@ -23,6 +23,10 @@ QUANTIZED_TOLERANCE = 0.06  # e4m3 has three digits after the leading one
 KINDS = ["", "fp8", "fp8 blocks", "mxfp4", "int4", "int4 with offsets", "int8"]
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs an NVIDIA GPU of the Hopper generation",
+)
 
 
 @pytest.fixture(scope="session")
@@ -567,6 +571,26 @@ REAL = [
     Case(0, 2048, 1408, 64, 6),  # DeepSeek-V2-Lite
 ]
 SIZES = [1, 2, 7, 16, 17, 64, 300, 3000]
+CLAMPED = Case(
+    700,
+    208,
+    144,
+    8,
+    2,
+    ClampedSwiGLU(),
+    torch.bfloat16,
+    "mxfp4",
+    has_bias=True,
+    is_interleaved=True,
+)
+PLAIN: dict[str, object] = {"activation": "silu", "has_bias": False}
+CHANGES: list[dict[str, object]] = [
+    {},
+    PLAIN,
+    PLAIN | {"is_interleaved": False, "tokens": 3000},
+    {"hidden": 2880, "size": 2880, "tokens": 999, "experts": 32, "chosen": 4},
+    {"hidden": 16, "size": 32, "activation": "gelu_tanh"},
+]
 
 
 def make_real(case: Case, device: torch.device) -> dict[str, object]:
@@ -590,6 +614,53 @@ def test_experts_of_real_sizes(kernels, device, case, kind):
         part = {name: call[name][:tokens] for name in ("x", "ids", "weights")}
         check(kernels, call | part)
         assert torch.equal(compute(kernels, **call | part), compute(kernels, **call | part))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "suits"),
+    [
+        ({}, 600, True),
+        ({"activation": "silu", "has_bias": False, "is_interleaved": False}, 600, True),
+        ({}, 60, False),  # blocks of fewer pairs
+        ({"kind": "fp8"}, 600, False),
+        ({"dtype": torch.float32}, 600, False),
+        ({"hidden": 72}, 600, False),
+        ({"size": 40}, 600, False),
+    ],
+    ids=str,
+)
+def test_layers_that_suit_hopper(kernels, monkeypatch, changes, tokens, suits):
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
+    case = replace(CLAMPED, **{"tokens": tokens} | changes)
+    call = make(case, torch.device("cpu"))
+    layer = kernels.Layer(call["up"], call["down"], call["activation"], call["interleaved"])
+    best = kernels.best_tiles(tokens, case.chosen, layer._up, layer._down)
+    assert layer._suits_hopper(call["x"], case.chosen, best) == suits
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_kernels_of_hopper_have_the_same_bits(kernels, device, changes):
+    """With experts that no token chose, padding, and a token of NaN, which others do not see."""
+    case = replace(CLAMPED, **changes)
+    call = make(case, device)
+    call["ids"][5:9] = -1
+    best = kernels.best_tiles(
+        case.tokens,
+        case.chosen,
+        kernels.Operand.of(call["up"], case.hidden),
+        kernels.Operand.of(call["down"], case.size),
+    )
+    expected = compute(kernels, **call, tiles=best)
+    assert torch.equal(compute(kernels, **call), expected)
+    assert_close(expected, reference.experts(**call))
+    call["x"][3] = NAN
+    y = compute(kernels, **call)
+    assert y[3].isnan().all()
+    assert y[5:9].eq(0).all()
+    assert torch.equal(y[4:], expected[4:])
+    assert torch.equal(y[:3], expected[:3])
 
 
 @gpu
