@@ -123,6 +123,7 @@ class TestRows:
         _, row = map(json.loads, out.splitlines())
         assert (row["requests"], row["prompt_tokens"], row["output_tokens"]) == (6, 36, 30)
         assert len(row["all_seconds"]) == 1
+        assert row["preemptions"] == 0
         seconds = row["seconds"]
         assert row["requests_per_s"] == pytest.approx(6 / seconds, rel=0.01)
         assert row["total_tokens_per_s"] == pytest.approx(66 / seconds, rel=0.01)
@@ -136,6 +137,15 @@ class TestRows:
         assert code == 0, err
         row = out.splitlines()[-1]
         assert re.search(r"3 requests .* requests/s   request [\d.]+ s mean, [\d.]+ p99 ", row)
+
+    def test_throughput_line_has_preemptions(self, tk):
+        """Two of three requests fit when they end, in 6 blocks of 16 tokens."""
+        options = ("--input-len", "16", "--output-len", "24", "--num-prompts", "3")
+        memory = ("--num-gpu-blocks-override", "6", "--max-model-len", "48")
+        code, out, err = tk("throughput", *options, *memory)
+        assert code == 0, err
+        row = out.splitlines()[-1]
+        assert re.search(r" p99   [1-9]\d* preemptions   \(runs", row)
 
     def test_latency_has_a_row_for_each_batch_size(self, tk):
         code, out, err = tk(

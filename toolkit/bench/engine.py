@@ -37,6 +37,7 @@ class Run(NamedTuple):
     seconds: float
     output_tokens: int
     request_seconds: list[float]  # until each request ended
+    preemptions: int
 
 
 def run_offline(engine: EngineConfig, config: OfflineConfig) -> None:
@@ -193,7 +194,7 @@ class EngineBench:
         """Run the workload's warm-up, then all of it `repeats` times, and return its row."""
         self._time(work.warm_up)
         runs = [self._time(work) for _ in range(self.config.repeats)]
-        seconds, output_tokens, request_seconds = min(runs)
+        seconds, output_tokens, request_seconds, preemptions = min(runs)
         row = {
             "bench": work.name,
             **self._setup,
@@ -205,6 +206,8 @@ class EngineBench:
             "output_tokens_per_s": round(output_tokens / seconds, 1),
             "total_tokens_per_s": round((work.num_prompt_tokens + output_tokens) / seconds, 1),
         }
+        if work.name in ("offline", "throughput"):
+            row["preemptions"] = preemptions
         if work.name == "throughput":
             row["requests_per_s"] = round(len(work.prompts) / seconds, 2)
             row["mean_request_s"] = round(float(np.mean(request_seconds)), 4)
@@ -238,6 +241,7 @@ class EngineBench:
             time.monotonic() - start,
             sum(len(one.outputs[0].token_ids) for one in outputs),
             [one.finished_at - start for one in outputs],
+            sum(one.outputs[0].num_preemptions for one in outputs),
         )
 
 
@@ -271,6 +275,8 @@ def _work_line(row: Row) -> str:
     if row["bench"] == "throughput":
         parts.append(f"{row['requests_per_s']:,.2f} requests/s")
         parts.append(f"request {row['mean_request_s']:.3f} s mean, {row['p99_request_s']:.3f} p99")
+    if row.get("preemptions"):  # memory was short, and requests began again
+        parts.append(f"{row['preemptions']:,} preemptions")
     return "   ".join([*parts, f"(runs: {_join(row['all_seconds'])} s)"])
 
 

@@ -152,6 +152,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """Stop string or stop token that ended the answer. None for the model's end token."""
+    num_preemptions: int = field(default=0, compare=False)
+    """Times that its memory was given to others, and it waited to be computed again."""
 
     @property
     def finished(self) -> bool:
@@ -185,5 +187,6 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
     error: str | None = None
     embedding: bytes = b""  # float32 vector of a pooled prompt

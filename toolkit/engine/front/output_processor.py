@@ -295,6 +295,7 @@ class OutputProcessor:
             sequence.index, text, output.token_ids, num_cached_tokens=state.num_cached_tokens
         )
         delta.error, delta.embedding = output.error, output.embedding
+        delta.num_preemptions = output.num_preemptions
         if (found := output.logprobs) is not None:
             delta.logprobs = LogprobList(self.tokenizer, found.size, found.data)
         if (found := output.prompt_logprobs) is not None:
@@ -377,6 +378,7 @@ class OutputCollector:
         one = self.states[delta.index]
         one.text += delta.text
         one.token_ids += delta.token_ids
+        one.num_preemptions = delta.num_preemptions
         if delta.logprobs is not None:
             one.logprobs = _joined(one.logprobs, delta.logprobs)
             # From left to right, however the deltas were merged.
