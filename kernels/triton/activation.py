@@ -129,8 +129,8 @@ def _activate(x: Tensor, kind: str, size: int, gated: bool, out: Tensor | None) 
 def sigmoid(x):
     """Return 1 / (1 + exp(-x)) for fp32 x, or 0 where it has no normal number.
 
-    The compiler's own code has the same bits, and guards each step against numbers that are not
-    normal: 13 instructions instead of 4."""
+    Elsewhere the compiler's own code has the same bits. It guards each step against numbers that
+    are not normal: 13 instructions instead of 4."""
     if INTERPRETED:
         y = tl.sigmoid(x)
     else:

@@ -176,8 +176,9 @@ class Layer:
     def _suits_hopper(self, x: Tensor, num_chosen: int, tiles: Tiles) -> bool:
         """Return True if `experts_hopper` supports the call: full blocks of experts in MXFP4.
 
-        It copies 16 bytes of x at a time, from places that fit 32 bits."""
+        It copies 16 bytes at a time, of x from places that fit 32 bits."""
         sizes = self._up.columns, self._down.columns
+        copied = x, self._up.stack.values, self._down.stack.values
         return (
             is_hopper(x.device)
             and self._up.form.kind == self._down.form.kind == "mxfp4"
@@ -185,7 +186,7 @@ class Layer:
             and tiles.up.tokens == MOST_PAIRS
             and all(size % 16 == 0 for size in sizes)
             and len(x) * num_chosen * max(sizes) < 1 << 31
-            and x.data_ptr() % 16 == 0
+            and all(one.data_ptr() % 16 == 0 for one in copied)
         )
 
     def _run_vector(self, x: Tensor, chosen: Chosen, out: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -636,13 +637,51 @@ def test_layers_that_suit_hopper(kernels, monkeypatch, changes, tokens, suits):
     layer = kernels.Layer(call["up"], call["down"], call["activation"], call["interleaved"])
     best = kernels.best_tiles(tokens, case.chosen, layer._up, layer._down)
     assert layer._suits_hopper(call["x"], case.chosen, best) == suits
+    calls = []
+    for name in ("_multiply", "_multiply_on_hopper"):
+        monkeypatch.setattr(kernels.Layer, name, lambda *_, name=name: calls.append(name))
+    monkeypatch.setattr(kernels, "arrange", lambda *_: kernels.Blocks(128, *call["ids"][:2]))
+    monkeypatch.setattr(kernels, "sum_kernel", defaultdict(lambda: lambda *_, **__: None))
+    layer(call["x"], call["ids"], call["weights"])
+    layer(call["x"], call["ids"], call["weights"], best)
+    assert calls == ["_multiply_on_hopper" if suits else "_multiply", "_multiply"]
+
+
+def test_addresses_that_suit_hopper(kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
+    call = make(CLAMPED, torch.device("cpu"))
+    up, down, x = call["up"], call["down"], call["x"]
+    best = kernels.best_tiles(
+        len(x), 2, kernels.Operand.of(up, x.shape[1]), kernels.Operand.of(down, CLAMPED.size)
+    )
+
+    def suits(x: Tensor, up: Stack, down: Stack, chosen: int = 2) -> bool:
+        layer = kernels.Layer(up, down, CLAMPED.activation, True)
+        found: bool = layer._suits_hopper(x, chosen, best)
+        return found
+
+    def moved(one: Tensor) -> Tensor:
+        """Return a copy that begins 2 bytes after a multiple of 16."""
+        return one.new_empty(one.numel() + 1)[1:].view(one.shape).copy_(one)
+
+    assert suits(x, up, down)
+    assert not suits(moved(x), up, down)
+    assert not suits(x, up._replace(values=moved(up.values)), down)
+    assert not suits(x, up, down._replace(values=moved(down.values)))
+    most = (1 << 31) // (len(x) * CLAMPED.hidden)
+    assert suits(x, up, down, most)
+    assert not suits(x, up, down, most + 1)
 
 
 @gpu
 @needs_hopper
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_kernels_of_hopper_have_the_same_bits(kernels, device, changes):
+def test_kernels_of_hopper_have_the_same_bits(kernels, device, monkeypatch, changes):
     """With experts that no token chose, padding, and a token of NaN, which others do not see."""
+    own, calls = kernels.Layer._multiply_on_hopper, []
+    monkeypatch.setattr(
+        kernels.Layer, "_multiply_on_hopper", lambda *args: calls.append(1) or own(*args)
+    )
     case = replace(CLAMPED, **changes)
     call = make(case, device)
     call["ids"][5:9] = -1
@@ -661,6 +700,7 @@ def test_kernels_of_hopper_have_the_same_bits(kernels, device, changes):
     assert y[5:9].eq(0).all()
     assert torch.equal(y[4:], expected[4:])
     assert torch.equal(y[:3], expected[:3])
+    assert len(calls) == 2
 
 
 @gpu
