@@ -147,6 +147,12 @@ class Layer:
         self._down = Operand.of(down, up.values.shape[-2] // 2)
         self._types: set[torch.dtype] = set()  # of x, that the weights fit
         self._is_vector = uses_vector(self._up, self._down)
+        self._weights_suit_hopper = all(
+            one.form.kind == "mxfp4"
+            and one.columns % 16 == 0
+            and one.stack.values.data_ptr() % 16 == 0
+            for one in (self._up, self._down)
+        )
         # Constexpr arguments of both products, by what else they depend on.
         self._of_vectors: dict[int, tuple[Constants, Constants]] = {}
         self._of_tiles: dict[object, tuple[Constants, Constants]] = {}
@@ -169,24 +175,21 @@ class Layer:
             self._run_vector(x, chosen, out)
         elif len(x):
             best = tiles or best_tiles(len(x), ids.shape[1], self._up, self._down)
-            is_hopper = tiles is None and self._suits_hopper(x, ids.shape[1], best)
-            self._run_tiles(x, chosen, out, best, is_hopper)
+            on_hopper = tiles is None and self._suits_hopper(x, ids.shape[1], best)
+            self._run_tiles(x, chosen, out, best, on_hopper)
         return out
 
     def _suits_hopper(self, x: Tensor, num_chosen: int, tiles: Tiles) -> bool:
         """Return True if `experts_hopper` supports the call: full blocks of experts in MXFP4.
 
         It copies 16 bytes at a time, of x from places that fit 32 bits."""
-        sizes = self._up.columns, self._down.columns
-        copied = x, self._up.stack.values, self._down.stack.values
         return (
-            is_hopper(x.device)
-            and self._up.form.kind == self._down.form.kind == "mxfp4"
-            and x.dtype == torch.bfloat16
+            self._weights_suit_hopper
             and tiles.up.tokens == MOST_PAIRS
-            and all(size % 16 == 0 for size in sizes)
-            and len(x) * num_chosen * max(sizes) < 1 << 31
-            and all(one.data_ptr() % 16 == 0 for one in copied)
+            and is_hopper(x.device)
+            and x.dtype == torch.bfloat16
+            and len(x) * num_chosen * max(self._up.columns, self._down.columns) < 1 << 31
+            and x.data_ptr() % 16 == 0
         )
 
     def _run_vector(self, x: Tensor, chosen: Chosen, out: Tensor) -> None:
