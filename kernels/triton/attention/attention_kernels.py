@@ -27,16 +27,19 @@ def _table_of(request, table_ptr, row_ptr, table_stride, INDIRECT: tl.constexpr)
 
 @triton.jit
 def _before(position, end):
-    """Return positions, or the last one before `end`. 0 if there is none.
-
-    A key that is read again has no weight there, and its values are as finite as its own."""
+    """Return positions, or the last one before `end`. 0 if there is none."""
     return tl.maximum(tl.minimum(position, end - 1), 0)
 
 
 @triton.jit
-def _load_blocks(table_ptr, position, end, BLOCK_SIZE: tl.constexpr):
+def _load_blocks(table_ptr, position, end, BLOCK_SIZE: tl.constexpr, REPEATED: tl.constexpr):
     """Load the block numbers of positions before `end`. Unsigned division can become a shift."""
-    return tl.load(table_ptr + _before(position, end).to(tl.uint32) // BLOCK_SIZE)
+    if REPEATED:
+        block = tl.load(table_ptr + _before(position, end).to(tl.uint32) // BLOCK_SIZE)
+    else:
+        at = table_ptr + position.to(tl.uint32) // BLOCK_SIZE
+        block = tl.load(at, mask=position < end, other=0)
+    return block
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def _fetch_rows(
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_SIZE, LINE))
     position = begin + tl.arange(0, KEYS)
-    block = _load_blocks(table_ptr, position, end, BLOCK_SIZE)
+    block = _load_blocks(table_ptr, position, end, BLOCK_SIZE, False)
     slot = position.to(tl.uint32) % BLOCK_SIZE
     line = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_SIZE - 1)
     rows = (block.to(tl.int64) * kv_stride_block + slot * kv_stride_slot)[:, None] + line[None, :]
@@ -65,9 +68,13 @@ def _fetch_rows(
 
 
 @triton.jit
-def _load_rows(pointers, in_head, PADDED: tl.constexpr):
-    """Load a tile `[keys, head]`."""
-    if PADDED:
+def _load_rows(pointers, live, in_head, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """Load a tile `[keys, head]` with only the masks that it needs."""
+    if MASKED and PADDED:
+        rows = tl.load(pointers, mask=live[:, None] & in_head[None, :], other=0.0)
+    elif MASKED:
+        rows = tl.load(pointers, mask=live[:, None], other=0.0)
+    elif PADDED:
         rows = tl.load(pointers, mask=in_head[None, :], other=0.0)
     else:
         rows = tl.load(pointers)
@@ -148,10 +155,15 @@ def _attend(
 
     Row i sees keys in [first_key[i], last_key[i]], which ends before `end`. Without MASKED every
     row sees every key, and `end - begin` is a multiple of KEYS. No key outside [begin, end) is
-    read. Tensor cores take 16 rows of a product's first operand at a time, and 8 of its second, as
-    which they take fewer than 16 queries: all is transposed then."""
+    read. In place of those past the last, FP8 repeats the last one, without weight: masks take more
+    instructions, which bound it. In 16 bits, few requests wait for addresses, and masks are faster.
+
+    Tensor cores take 16 rows of a product's first operand at a time, and 8 of its second, as which
+    they take fewer than 16 queries: all is transposed then."""
     FEW: tl.constexpr = q.shape[0] < 16
     KEY_AXIS: tl.constexpr = 0 if FEW else 1
+    REPEATED: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    MASKS: tl.constexpr = MASKED and not REPEATED
     dim = tl.arange(0, HEAD_PAD)
     in_head = dim < HEAD_SIZE
     lane = tl.arange(0, KEYS)
@@ -162,15 +174,16 @@ def _attend(
     block_stride = kv_stride_block.to(tl.uint32).to(tl.uint64)
     slot_stride = kv_stride_slot.to(tl.uint32)
     # Block numbers are loaded a step ahead: only then can the compiler load keys and values ahead.
-    block = _load_blocks(table_ptr, begin + lane, end, BLOCK_SIZE)
+    block = _load_blocks(table_ptr, begin + lane, end, BLOCK_SIZE, REPEATED)
     for tile in range(begin, end, KEYS):
         position = tile + lane
-        block_ahead = _load_blocks(table_ptr, position + KEYS, end, BLOCK_SIZE)
-        slot = _before(position, end).to(tl.uint32) % BLOCK_SIZE
+        live = position < end
+        block_ahead = _load_blocks(table_ptr, position + KEYS, end, BLOCK_SIZE, REPEATED)
+        slot = (_before(position, end) if REPEATED else position).to(tl.uint32) % BLOCK_SIZE
         in_block = (slot * slot_stride)[:, None] + dim.to(tl.uint32)[None, :]
         rows = (block.to(tl.uint32).to(tl.uint64) * block_stride)[:, None] + in_block
 
-        k = _load_rows(k_ptr + rows, in_head, HEAD_PAD != HEAD_SIZE).to(q.dtype)
+        k = _load_rows(k_ptr + rows, live, in_head, MASKS, HEAD_PAD != HEAD_SIZE).to(q.dtype)
         if FEW:
             x = dot(k, q, None)
         else:
@@ -190,7 +203,8 @@ def _attend(
         row_sum = row_sum * decay + tl.sum(weight, KEY_AXIS)
         row_max = new_max
 
-        v = _widened(_load_rows(v_ptr + rows, in_head, HEAD_PAD != HEAD_SIZE), q.dtype)
+        v = _load_rows(v_ptr + rows, live, in_head, MASKS, HEAD_PAD != HEAD_SIZE)
+        v = _widened(v, q.dtype)
         acc *= tl.expand_dims(decay, KEY_AXIS)
         if FEW:
             acc = dot(tl.trans(v), weight.to(q.dtype), acc)
