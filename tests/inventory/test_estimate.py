@@ -462,6 +462,34 @@ class TestWellKnownModels:
         scales = 4 * 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)  # fp32, one for each row
         assert result.weights == (8_030_261_248 - tables - norms) + 2 * (tables + norms) + scales
 
+    def test_integers_are_in_16_bits_too_if_that_takes_little(self, tmp_path):
+        """The eighth of the room for a cache of an 80 GB GPU is less than Llama's layers take."""
+        model = shape_of("llama-3.1-8b", tmp_path / "llama")
+        layers = 2 * (8_030_261_248 - 2 * 128256 * 4096 - (2 * 32 + 1) * 4096)
+        for memory, expanded in ((140, layers), (80, 0)):
+            gpu = Device("cuda", "", memory * GIB, memory * GIB)
+            result = estimate(model, EngineConfig.from_settings({"quantization": "int4"}), gpu)
+            assert result.expanded == expanded
+            left = 0.9 * memory * GIB - result.weights - result.step - expanded
+            assert left - result.block_bytes <= result.cache <= left
+        given = {"quantization": "int4", "kv_cache_memory": 100}
+        result = estimate(model, EngineConfig.from_settings(given), H200)
+        assert result.num_blocks == 100 * GIB // result.block_bytes
+        assert result.expanded == layers
+        result = estimate(model, EngineConfig.from_settings(given | {"kv_cache_memory": 110}), H200)
+        assert result.expanded == 0
+
+    @pytest.mark.parametrize("parts", ["tensor", "pipeline"])
+    def test_ranks_keep_their_part_of_integers_in_16_bits(self, tmp_path, parts):
+        model = shape_of("llama-3.1-8b", tmp_path / "llama")
+        split = {f"{parts}_parallel_size": 2, "quantization": "int4"}
+        result = estimate(model, EngineConfig.from_settings(split), H200)
+        layer = 2 * (8_030_261_248 - 2 * 128256 * 4096 - (2 * 32 + 1) * 4096) // 32
+        left = 0.9 * 140 * GIB - result.weights - result.step - result.expanded
+        assert left - result.block_bytes <= result.cache <= left
+        # The stage without the head has more layers.
+        assert result.expanded == layer * (16 if parts == "tensor" else 21)
+
     def test_slots_of_adapters_do_not_move_layers_to_other_stages(self, tmp_path):
         model, split = shape_of("qwen3-0.6b", tmp_path / "qwen"), {"pipeline_parallel_size": 2}
         plain, adapted = (

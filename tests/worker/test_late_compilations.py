@@ -57,6 +57,7 @@ CASES = {
     "qwen3": ("qwen3", {"dtype": "bfloat16"}),
     "fp8": ("qwen3", {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "fp8 in blocks": ("fp8 in blocks", {"dtype": "bfloat16"}),
+    "int4": ("qwen3", {"dtype": "bfloat16", "quantization": "int4"}),
     "eager, given blocks": ("qwen3", {"enforce_eager": True, "num_gpu_blocks_override": 4096}),
     "window, float16": ("mistral", {"dtype": "float16"}),
     "two groups": ("two groups", {"dtype": "bfloat16"}),

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
-from toolkit.distributed import full_shard
+from toolkit.config import CacheConfig
+from toolkit.distributed import SINGLE, full_shard
+from toolkit.layers import Linear
+from toolkit.models.model import WeightModule
+from toolkit.units import GIB
 from toolkit.weights.groups import Groups, pack_nibbles
 from toolkit.weights.kinds.integers import IntegerWeight
+from toolkit.weights.kinds.parted import PartedWeight
 from toolkit.weights.layout import Kind, Layout, while_loading
+from toolkit.weights.source import Source
 from toolkit.weights.weight import Epilogue, Weight
+from toolkit.worker.startup import expansion
 
 ROWS, COLUMNS = 64, 256
 LAYOUTS = {
@@ -81,6 +91,54 @@ def test_products_are_those_of_the_plain_layout(new_weight, layout, tokens):
     fill(plain, stored)
     expected = plain.product(x.float(), Epilogue(bias.float(), "silu", gated=True))
     assert (y.float() - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.on_cpu("int4 with offsets", "int4 in another order")
+@each
+def test_expanded_weight_multiplies_many_rows(new_weight, layout, monkeypatch):
+    from toolkit.kernels import products
+    from toolkit.kernels.triton.products import grouped
+
+    monkeypatch.setattr(products, "most_grouped_tokens", lambda device: 64)  # as on Hopper
+    weight, stored = new_weight(layout), decoded(layout)
+    fill(weight, stored)
+    x, end = torch.randn(65, COLUMNS), Epilogue(torch.randn(ROWS), "silu", gated=True)
+    few, many = weight.product(x[:64], end), weight.product(x, end)
+    weight.keep_expanded()
+    assert weight.expanded_bytes == weight.expanded.nbytes == 2 * ROWS * COLUMNS
+    assert weight.nbytes == layout.nbytes(ROWS, COLUMNS, 2, on_gpu=True)
+    assert torch.equal(weight.product(x[:64], end), few)
+    monkeypatch.setattr(grouped, "linear", None)  # what multiplied as many rows before
+    torch.testing.assert_close(weight.product(x, end), many, rtol=0.02, atol=0.02 * many.std())
+
+
+def test_weights_of_products_are_kept_expanded_if_there_is_room(new_weight):
+    """Those of experts are not: they are multiplied by other kernels."""
+    own, part, of_experts = (new_weight(LAYOUTS["int4"]) for _ in range(3))
+    for weight in (own, part, of_experts):
+        weight.fill_randomly(torch.Generator(own.values.device).manual_seed(0))
+    product, parted = (Linear(COLUMNS, ROWS, Source(name), bias=False) for name in "ab")
+    product.weight = own
+    parted.weight = PartedWeight([part, parted.weight])
+    model = WeightModule()
+    model.parts = nn.ModuleList([product, parted, nn.ModuleList([of_experts])])
+
+    def keep(room: int, **cache: float) -> int:
+        place = SimpleNamespace(world=SINGLE)
+        config = SimpleNamespace(cache=CacheConfig(**cache))
+        return expansion.keep_expanded(SimpleNamespace(config=config, place=place), model, room)
+
+    nbytes = 2 * 2 * ROWS * COLUMNS
+    assert keep(8 * nbytes - 1) == 0
+    assert keep(GIB + nbytes - 1, kv_cache_memory=1) == 0
+    assert own.expanded is None
+    assert keep(8 * nbytes) == nbytes
+    assert of_experts.expanded is None
+    assert own.expanded is not None
+    torch.testing.assert_close(part.expanded.float(), part.dequantize(), rtol=2**-7, atol=0)
+    part.expanded = None
+    assert keep(GIB + nbytes, kv_cache_memory=1) == nbytes
+    assert part.expanded is not None
 
 
 @each

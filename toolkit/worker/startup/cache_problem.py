@@ -15,6 +15,9 @@ REQUEST_SHARE = 0.5
 small for --max-num-seqs, requests take the slots of snapshots, and then wait; preempted ones
 without a slot on the host are recomputed."""
 
+EXPANDED_SHARE = 0.125
+"""Largest share of the room for a cache that weights of integers may take in 16 bits, too."""
+
 
 class CacheCounts(NamedTuple):
     """Parts of a cache. A block is a page, if layers are in several groups."""
@@ -74,6 +77,15 @@ def count_parts(
         for_states = int(blocks * block_bytes * STATE_SHARE / (1 - STATE_SHARE))
     snapshots = min(for_states // layout.row_bytes, most_snapshots)
     return CacheCounts(blocks, host, requests, snapshots, host_slots)
+
+
+def keeps_expanded(config: CacheConfig, room: int, nbytes: int) -> bool:
+    """Return whether weights of integers are kept in 16 bits, too: so many bytes.
+
+    `room`: bytes for them and a cache. A cache of a given size has its bytes first."""
+    if config.kv_cache_memory is not None:
+        return nbytes <= room - int(config.kv_cache_memory * GIB)
+    return nbytes <= room * EXPANDED_SHARE
 
 
 def table_bytes(
