@@ -240,13 +240,33 @@ def estimate(
         spare_pages = -(-blocks // whole.groups[0].blocks_per_page)
         drafts_spare = spare_pages * whole.drafts.block_bytes
         stages = [stage.with_weights(drafter_weights) for stage in stages]
-    stages = _without_expanded(stages, engine, device, step + drafts_spare + table)
+
+    def layout_of(stage: _Stage) -> MemoryLayout:
+        return layout(stage.memory, drafter=drafts).with_groups_of(whole)
 
     def parts_of(stage: _Stage) -> CacheCounts:
         if not has_cache:
             return CacheCounts(0, 0, 0, 0, 0)
-        own = layout(stage.memory, drafter=drafts).with_groups_of(whole)
+        own = layout_of(stage)
         return _count_parts(engine, device, stage, step, drafts_spare + table, own, max_model_len)
+
+    def keeps(stage: _Stage) -> bool:
+        # As `worker.startup.expansion` decides.
+        is_measured = on_gpu and engine.cache.num_gpu_blocks_override is None
+        return (
+            has_cache
+            and is_measured
+            and keeps_expanded(
+                engine.cache,
+                layout_of(stage),
+                room=_room_on_gpu(engine, device, stage, step + drafts_spare + table),
+                nbytes=stage.expanded,
+                max_model_len=max_model_len,
+            )
+        )
+
+    if not all(map(keeps, stages)):
+        stages = [stage._replace(expanded=0) for stage in stages]
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
     least = step if on_gpu else CPU_RUNTIME
@@ -258,10 +278,10 @@ def estimate(
             -stage.weights,
         ),
     )
-    weights, memory = tightest.weights, tightest.memory
+    weights = tightest.weights
     counts = parts_of(tightest)
     num_blocks, num_host_blocks, num_requests, num_snapshots, num_host_slots = counts
-    own = layout(memory, drafter=drafts).with_groups_of(whole)
+    own = layout_of(tightest)
     block_bytes = own.block_bytes
     return Estimate(
         device=device,
@@ -291,7 +311,7 @@ def estimate(
             swap=num_host_blocks * block_bytes + num_host_slots * own.row_bytes,
             tables=0 if on_gpu else steps.rows,
         ),
-        expanded=tightest.expanded if has_cache else 0,
+        expanded=tightest.expanded,
         drafter=drafter_weights,
         tower=0 if tower is None else tower.weights,
         pictures=table,
@@ -515,20 +535,6 @@ def _room_on_gpu(engine: EngineConfig, device: Device, stage: _Stage, others: in
     """Return the bytes for a cache and what is expanded. `others`: bytes next to weights."""
     usable = int(device.total * engine.cache.gpu_memory_utilization)
     return usable - (device.total - device.free) - stage.weights - others
-
-
-def _without_expanded(
-    stages: list[_Stage], engine: EngineConfig, device: Device, others: int
-) -> list[_Stage]:
-    """Return the stages as they are if all keep what they expand, else without that.
-
-    As `worker.startup.expansion` does."""
-    is_measured = device.kind == "cuda" and engine.cache.num_gpu_blocks_override is None
-    keeps = is_measured and all(
-        keeps_expanded(engine.cache, _room_on_gpu(engine, device, stage, others), stage.expanded)
-        for stage in stages
-    )
-    return stages if keeps else [stage._replace(expanded=0) for stage in stages]
 
 
 def _find_lack(

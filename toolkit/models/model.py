@@ -79,8 +79,15 @@ class WeightModule(nn.Module):
         )
 
     def expandable(self) -> list[GroupedWeight]:
-        """Return the weights of integers that products use. Experts have kernels of their own."""
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        """Return the weights of integers of layers' products.
+
+        Not those of experts, which have kernels of their own, and of the head, which has a row for
+        each request alone."""
+        linears = [
+            module
+            for module in self.modules()
+            if isinstance(module, Linear) and not isinstance(module, OutputHead)
+        ]
         parts = {part: None for linear in linears for part in linear.weight.modules()}
         return [part for part in parts if isinstance(part, GroupedWeight)]
 

@@ -216,7 +216,7 @@ class Worker:
                 room = cache_sizing.measure_room(setup, self.runner, info, wait_for_weights)
                 del self.runner
                 empty_cache()
-                expanded = expansion.keep_expanded(setup, loaded.model, room)
+                expanded = expansion.keep_expanded(setup, loaded.model, layout, room)
                 room -= expanded
         else:
             wait_for_weights()

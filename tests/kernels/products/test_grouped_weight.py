@@ -11,6 +11,7 @@ from torch import nn
 from toolkit.config import CacheConfig
 from toolkit.distributed import SINGLE, full_shard
 from toolkit.layers import Linear
+from toolkit.models.memory import MemoryLayout, TokenMemory
 from toolkit.models.model import WeightModule
 from toolkit.units import GIB
 from toolkit.weights.groups import Groups, pack_nibbles
@@ -123,14 +124,18 @@ def test_weights_of_products_are_kept_expanded_if_there_is_room(new_weight):
     model = WeightModule()
     model.parts = nn.ModuleList([product, parted, nn.ModuleList([of_experts])])
 
-    def keep(room: int, **cache: float) -> int:
-        place = SimpleNamespace(world=SINGLE)
-        config = SimpleNamespace(cache=CacheConfig(**cache))
-        return expansion.keep_expanded(SimpleNamespace(config=config, place=place), model, room)
+    def keep(room: int, length: int = 160, **cache: float) -> int:
+        place, config = SimpleNamespace(world=SINGLE), SimpleNamespace(cache=CacheConfig(**cache))
+        setup = SimpleNamespace(config=config, place=place, max_model_len=length)
+        layers = [TokenMemory.of_keys(1, 64, 0)]
+        layout = MemoryLayout.of(layers, 16, 2, 2).with_groups(length, 64)
+        return expansion.keep_expanded(setup, model, layout, room)
 
     nbytes = 2 * 2 * ROWS * COLUMNS
     assert keep(8 * nbytes - 1) == 0
     assert keep(GIB + nbytes - 1, kv_cache_memory=1) == 0
+    token_bytes = 2 * 64 * 2
+    assert keep(8 * nbytes, length=7 * nbytes // token_bytes // 4 + 16) == 0
     assert own.expanded is None
     assert keep(8 * nbytes) == nbytes
     assert of_experts.expanded is None

@@ -17,6 +17,7 @@ without a slot on the host are recomputed."""
 
 EXPANDED_SHARE = 0.125
 """Largest share of the room for a cache that weights of integers may take in 16 bits, too."""
+EXPANDED_REQUESTS = 4  # of full length that must fit next to them
 
 
 class CacheCounts(NamedTuple):
@@ -79,13 +80,17 @@ def count_parts(
     return CacheCounts(blocks, host, requests, snapshots, host_slots)
 
 
-def keeps_expanded(config: CacheConfig, room: int, nbytes: int) -> bool:
+def keeps_expanded(
+    config: CacheConfig, layout: MemoryLayout, *, room: int, nbytes: int, max_model_len: int
+) -> bool:
     """Return whether weights of integers are kept in 16 bits, too: so many bytes.
 
     `room`: bytes for them and a cache. A cache of a given size has its bytes first."""
+    rest = room - nbytes
     if config.kv_cache_memory is not None:
-        return nbytes <= room - int(config.kv_cache_memory * GIB)
-    return nbytes <= room * EXPANDED_SHARE
+        return rest >= int(config.kv_cache_memory * GIB)
+    request = layout.pages_of(max_model_len) * layout.block_bytes
+    return nbytes <= room * EXPANDED_SHARE and rest >= EXPANDED_REQUESTS * request
 
 
 def table_bytes(

@@ -6,6 +6,7 @@ weights in 16 bits (docs/quantization.md has the figures)."""
 
 import logging
 
+from toolkit.models.memory import MemoryLayout
 from toolkit.models.model import Model
 from toolkit.units import size
 from toolkit.worker.startup.cache_problem import keeps_expanded
@@ -14,13 +15,15 @@ from toolkit.worker.startup.setup import Setup
 logger = logging.getLogger(__name__)
 
 
-def keep_expanded(setup: Setup, model: Model, room: int) -> int:
+def keep_expanded(setup: Setup, model: Model, layout: MemoryLayout, room: int) -> int:
     """Keep the weights of products in 16 bits, too, if `keeps_expanded`. Returns their bytes.
 
     `room`: bytes of the GPU for them and the cache. All ranks decide the same."""
     weights = model.expandable()
     nbytes = sum(weight.expanded_bytes for weight in weights)
-    keeps = keeps_expanded(setup.config.cache, room, nbytes)
+    keeps = keeps_expanded(
+        setup.config.cache, layout, room=room, nbytes=nbytes, max_model_len=setup.max_model_len
+    )
     if not setup.place.world.minimum(int(keeps)) or not weights:
         return 0
     for weight in weights:
