@@ -90,6 +90,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         settings["speculative_config"] = {"method": method, "model": str(drafter)}
     settings = {"max_num_seqs": 96, "gpu_memory_utilization": 0.2} | settings
     engine = LLM(str(folder), load_format="dummy", **settings)
+    assert (engine.info.expanded_weight_bytes > 0) == (settings.get("quantization") == "int4")
     yield engine
     engine.shutdown()
 

@@ -117,9 +117,11 @@ class Estimate:
             return 0
         if not self.has_cache:
             return self.max_positions
-        longest = self.layout.longest(self.num_blocks)
+        # Nothing is expanded where few requests of full length fit.
+        more = self.expanded // self.block_bytes if self.block_bytes else 0
+        longest = self.layout.longest(self.num_blocks + more)
         if longest > self.max_model_len and self.bytes_per_position:
-            room = self.cache + self.max_model_len * self.bytes_per_position
+            room = self.cache + self.expanded + self.max_model_len * self.bytes_per_position
             longest = bisect_left(range(longest), True, key=lambda n: self._taken(n + 1) > room)
         return min(self.max_positions or longest, longest)
 
@@ -252,15 +254,15 @@ def estimate(
 
     def keeps(stage: _Stage) -> bool:
         # As `worker.startup.expansion` decides.
-        is_measured = on_gpu and engine.cache.num_gpu_blocks_override is None
         return (
             has_cache
-            and is_measured
+            and on_gpu
             and keeps_expanded(
                 engine.cache,
                 layout_of(stage),
                 room=_room_on_gpu(engine, device, stage, step + drafts_spare + table),
                 nbytes=stage.expanded,
+                max_num_seqs=engine.scheduler.max_num_seqs,
                 max_model_len=max_model_len,
             )
         )
@@ -363,7 +365,7 @@ def _stages(
         )
     layers = described.num_layers
     layer_bytes, first, last, each = dict.fromkeys(range(layers), 0), 0, 0, 0
-    layer_expanded = dict.fromkeys(range(layers), 0)
+    layer_expanded, each_expanded = dict.fromkeys(range(layers), 0), 0
     (head,) = heads
     inputs = described.layer_inputs
     of_inputs = [] if inputs is None else list(inputs.parameters(layers, described.hidden_size))
@@ -373,6 +375,7 @@ def _stages(
             layer_expanded[parameter.layer] += expanded(parameter)
         elif parameter in of_inputs or (of_inputs and parameter.kind == "embedding"):
             each += nbytes(parameter)
+            each_expanded += expanded(parameter)
         elif parameter.kind in ("embedding", "positions"):
             first += nbytes(parameter)
         else:
@@ -386,7 +389,7 @@ def _stages(
     weights = [each + sum(layer_bytes[index] for index in stage) for stage in stages]
     weights[0] += first
     weights[-1] += last
-    in_16_bits = [sum(layer_expanded[index] for index in stage) for stage in stages]
+    in_16_bits = [each_expanded + sum(layer_expanded[index] for index in stage) for stage in stages]
     memory = [memory_of(described.layers[index] for index in stage) for stage in stages]
     return list(map(_Stage, weights, in_16_bits, memory))
 

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from toolkit.config import CacheConfig
-from toolkit.distributed import SINGLE, full_shard
-from toolkit.layers import Linear
+from toolkit.distributed import full_shard
+from toolkit.layers import Linear, OutputHead
 from toolkit.models.memory import MemoryLayout, TokenMemory
 from toolkit.models.model import WeightModule
-from toolkit.units import GIB
 from toolkit.weights.groups import Groups, pack_nibbles
 from toolkit.weights.kinds.integers import IntegerWeight
 from toolkit.weights.kinds.parted import PartedWeight
@@ -114,36 +113,41 @@ def test_expanded_weight_multiplies_many_rows(new_weight, layout, monkeypatch):
 
 
 def test_weights_of_products_are_kept_expanded_if_there_is_room(new_weight):
-    """Those of experts are not: they are multiplied by other kernels."""
-    own, part, of_experts = (new_weight(LAYOUTS["int4"]) for _ in range(3))
-    for weight in (own, part, of_experts):
+    """Those of experts, which have other kernels, and of the head are not."""
+    own, part, of_head, of_experts = (new_weight(LAYOUTS["int4"]) for _ in range(4))
+    for weight in (own, part, of_head, of_experts):
         weight.fill_randomly(torch.Generator(own.values.device).manual_seed(0))
     product, parted = (Linear(COLUMNS, ROWS, Source(name), bias=False) for name in "ab")
-    product.weight = own
+    head = OutputHead(COLUMNS, ROWS)
+    adapted = nn.Module()  # a weight with adapters has one without them
+    adapted.base = own
+    product.weight, head.weight = adapted, of_head
     parted.weight = PartedWeight([part, parted.weight])
     model = WeightModule()
-    model.parts = nn.ModuleList([product, parted, nn.ModuleList([of_experts])])
+    model.parts = nn.ModuleList([product, parted, head, nn.ModuleList([of_experts])])
 
-    def keep(room: int, length: int = 160, **cache: float) -> int:
-        place, config = SimpleNamespace(world=SINGLE), SimpleNamespace(cache=CacheConfig(**cache))
-        setup = SimpleNamespace(config=config, place=place, max_model_len=length)
+    def keep(room: int, length: int = 160, others: int = 1, **cache: float) -> int:
+        """others: least answer of other ranks."""
+        world = SimpleNamespace(minimum=lambda own: min(own, others))
+        config = SimpleNamespace(cache=CacheConfig(**cache))
+        place = SimpleNamespace(world=world)
+        setup = SimpleNamespace(config=config, place=place, max_num_seqs=4, max_model_len=length)
         layers = [TokenMemory.of_keys(1, 64, 0)]
         layout = MemoryLayout.of(layers, 16, 2, 2).with_groups(length, 64)
         return expansion.keep_expanded(setup, model, layout, room)
 
     nbytes = 2 * 2 * ROWS * COLUMNS
     assert keep(8 * nbytes - 1) == 0
-    assert keep(GIB + nbytes - 1, kv_cache_memory=1) == 0
+    assert keep(8 * nbytes, kv_cache_memory=1) == 0
+    assert keep(8 * nbytes, others=0) == 0
     token_bytes = 2 * 64 * 2
     assert keep(8 * nbytes, length=7 * nbytes // token_bytes // 4 + 16) == 0
     assert own.expanded is None
     assert keep(8 * nbytes) == nbytes
     assert of_experts.expanded is None
+    assert of_head.expanded is None
     assert own.expanded is not None
     torch.testing.assert_close(part.expanded.float(), part.dequantize(), rtol=2**-7, atol=0)
-    part.expanded = None
-    assert keep(GIB + nbytes, kv_cache_memory=1) == nbytes
-    assert part.expanded is not None
 
 
 @each

@@ -81,16 +81,29 @@ def count_parts(
 
 
 def keeps_expanded(
-    config: CacheConfig, layout: MemoryLayout, *, room: int, nbytes: int, max_model_len: int
+    config: CacheConfig,
+    layout: MemoryLayout,
+    *,
+    room: int,
+    nbytes: int,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> bool:
-    """Return whether weights of integers are kept in 16 bits, too: so many bytes.
+    """Return whether a GPU keeps weights of integers in 16 bits, too: so many bytes.
 
-    `room`: bytes for them and a cache. A cache of a given size has its bytes first."""
-    rest = room - nbytes
-    if config.kv_cache_memory is not None:
-        return rest >= int(config.kv_cache_memory * GIB)
-    request = layout.pages_of(max_model_len) * layout.block_bytes
-    return nbytes <= room * EXPANDED_SHARE and rest >= EXPANDED_REQUESTS * request
+    Not if a size of the cache is given. `room`: bytes for weights and cache."""
+    is_given = config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None
+    if is_given or nbytes > room * EXPANDED_SHARE:
+        return False
+    blocks = count_parts(
+        config,
+        layout,
+        room=room - nbytes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        on_gpu=True,
+    ).blocks
+    return not layout.block_bytes or blocks >= EXPANDED_REQUESTS * layout.pages_of(max_model_len)
 
 
 def table_bytes(

@@ -22,7 +22,12 @@ def keep_expanded(setup: Setup, model: Model, layout: MemoryLayout, room: int) -
     weights = model.expandable()
     nbytes = sum(weight.expanded_bytes for weight in weights)
     keeps = keeps_expanded(
-        setup.config.cache, layout, room=room, nbytes=nbytes, max_model_len=setup.max_model_len
+        setup.config.cache,
+        layout,
+        room=room,
+        nbytes=nbytes,
+        max_num_seqs=setup.max_num_seqs,
+        max_model_len=setup.max_model_len,
     )
     if not setup.place.world.minimum(int(keeps)) or not weights:
         return 0
