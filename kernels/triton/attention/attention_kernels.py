@@ -156,7 +156,7 @@ def _attend(
     Row i sees keys in [first_key[i], last_key[i]], which ends before `end`. Without MASKED every
     row sees every key, and `end - begin` is a multiple of KEYS. No key outside [begin, end) is
     read. In place of those past the last, FP8 repeats the last one, without weight: masks take more
-    instructions, which bound it. In 16 bits, few requests wait for addresses, and masks are faster.
+    instructions, which bound it. In 16 bits, masks are faster for few requests.
 
     Tensor cores take 16 rows of a product's first operand at a time, and 8 of its second, as which
     they take fewer than 16 queries: all is transposed then."""
