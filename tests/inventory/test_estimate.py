@@ -25,6 +25,7 @@ from toolkit.hardware import devices
 from toolkit.hardware.devices import Device, find_device
 from toolkit.inventory.checkpoint import Checkpoint, read_folder
 from toolkit.inventory.dry_run import dry_run
+from toolkit.inventory.estimate import _stages as stages_of
 from toolkit.inventory.estimate import estimate
 from toolkit.inventory.step_memory import CUDA_RUNTIME, GRAPH_LAYER_BYTES
 from toolkit.kernels import cpu
@@ -461,6 +462,66 @@ class TestWellKnownModels:
         norms = (2 * 32 + 1) * 4096
         scales = 4 * 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)  # fp32, one for each row
         assert result.weights == (8_030_261_248 - tables - norms) + 2 * (tables + norms) + scales
+
+    def test_integers_are_in_16_bits_too_if_that_takes_little(self, tmp_path):
+        """The eighth of the room for a cache of an 80 GB GPU is less than Llama's layers take."""
+        model = shape_of("llama-3.1-8b", tmp_path / "llama")
+        layers = 2 * (8_030_261_248 - 2 * 128256 * 4096 - (2 * 32 + 1) * 4096)
+        for memory, expanded in ((140, layers), (80, 0)):
+            gpu = Device("cuda", "", memory * GIB, memory * GIB)
+            result = estimate(model, EngineConfig.from_settings({"quantization": "int4"}), gpu)
+            assert result.expanded == expanded
+            left = 0.9 * memory * GIB - result.weights - result.step - expanded
+            assert left - result.block_bytes <= result.cache <= left
+        for given in ({"kv_cache_memory": 50}, {"num_gpu_blocks_override": 9000}):
+            config = EngineConfig.from_settings(given | {"quantization": "int4"})
+            assert estimate(model, config, H200).expanded == 0
+
+    def test_states_of_requests_count_before_integers_in_16_bits(self, tmp_path):
+        model = shape_of("qwen3.5-9b", tmp_path / "qwen")
+        settings = {"quantization": "int4", "state_cache_gib": 1}
+        assert estimate(model, EngineConfig.from_settings(settings), H200).expanded > 0
+        settings["state_cache_gib"] = 80  # leaves room for fewer than four requests
+        result = estimate(model, EngineConfig.from_settings(settings), H200)
+        assert (result.expanded, result.fits) == (0, True)
+
+    def test_the_largest_context_is_that_without_integers_in_16_bits(self, tmp_path):
+        folder = tmp_path / "llama"
+        shape_of("llama-3.1-8b", folder)
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 2**21}))
+        model = read_folder(folder, "llama")
+        short = EngineConfig.from_settings({"quantization": "int4", "max_model_len": 2**15})
+        found = estimate(model, short, H200)
+        assert found.expanded > 0
+        longest = short.with_settings(max_model_len=found.largest_context)
+        result = estimate(model, longest, H200)
+        assert (result.expanded, result.fits) == (0, True)
+        assert result.largest_context == pytest.approx(found.largest_context, rel=1e-3)
+
+    def test_stages_keep_the_inputs_of_layers_in_16_bits(self, tmp_path):
+        """Each has all of the product that makes them."""
+        model = shape_of("gemma-4-e4b", tmp_path / "gemma")
+        config = EngineConfig.from_settings({"quantization": "int4"})
+        split = config.with_settings(pipeline_parallel_size=2)
+        whole = sum(one.expanded for one in stages_of(model, config, "bfloat16", H200))
+        both = sum(one.expanded for one in stages_of(model, split, "bfloat16", H200))
+        assert both - whole == 2 * 2560 * 256 * 42
+
+    @pytest.mark.parametrize("parts", ["tensor", "pipeline"])
+    def test_ranks_keep_their_part_of_integers_in_16_bits(self, tmp_path, parts):
+        model = shape_of("llama-3.1-8b", tmp_path / "llama")
+        split = {f"{parts}_parallel_size": 2, "quantization": "int4"}
+        result = estimate(model, EngineConfig.from_settings(split), H200)
+        layer = 2 * (8_030_261_248 - 2 * 128256 * 4096 - (2 * 32 + 1) * 4096) // 32
+        left = 0.9 * 140 * GIB - result.weights - result.step - result.expanded
+        assert left - result.block_bytes <= result.cache <= left
+        # The stage without the head has more layers.
+        assert result.expanded == layer * (16 if parts == "tensor" else 21)
+        # An 80 GB GPU has room for half of the layers, but not for 21: then no stage keeps any.
+        small = Device("cuda", "", 80 * GIB, 80 * GIB)
+        result = estimate(model, EngineConfig.from_settings(split), small)
+        assert result.expanded == (layer * 16 if parts == "tensor" else 0)
 
     def test_slots_of_adapters_do_not_move_layers_to_other_stages(self, tmp_path):
         model, split = shape_of("qwen3-0.6b", tmp_path / "qwen"), {"pipeline_parallel_size": 2}

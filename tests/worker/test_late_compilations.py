@@ -57,6 +57,7 @@ CASES = {
     "qwen3": ("qwen3", {"dtype": "bfloat16"}),
     "fp8": ("qwen3", {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "fp8 in blocks": ("fp8 in blocks", {"dtype": "bfloat16"}),
+    "int4": ("qwen3", {"dtype": "bfloat16", "quantization": "int4"}),
     "eager, given blocks": ("qwen3", {"enforce_eager": True, "num_gpu_blocks_override": 4096}),
     "window, float16": ("mistral", {"dtype": "float16"}),
     "two groups": ("two groups", {"dtype": "bfloat16"}),
@@ -89,6 +90,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         settings["speculative_config"] = {"method": method, "model": str(drafter)}
     settings = {"max_num_seqs": 96, "gpu_memory_utilization": 0.2} | settings
     engine = LLM(str(folder), load_format="dummy", **settings)
+    assert (engine.info.expanded_weight_bytes > 0) == (settings.get("quantization") == "int4")
     yield engine
     engine.shutdown()
 

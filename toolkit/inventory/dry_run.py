@@ -127,6 +127,7 @@ def as_fields(name: str, result: Estimate) -> dict[str, Any]:
         "dtype": result.dtype,
         "num_parameters": result.num_parameters,
         "weight_bytes": result.weights,
+        "expanded_weight_bytes": result.expanded,
         "drafter_weight_bytes": result.drafter,
         "tower_weight_bytes": result.tower,
         "picture_cache_bytes": result.pictures,
@@ -169,6 +170,8 @@ def _facts(result: Estimate) -> list[tuple[str, str]]:
         ),
         ("step", f"about {size(result.step)}: activations, logits{graphs}, and the process itself"),
     ]
+    if result.expanded:
+        facts.insert(2, ("in 16 bits", f"{size(result.expanded)} of weights, for large steps, too"))
     if result.drafter:
         facts.insert(2, ("drafter", f"{size(result.drafter)} of the weights"))
     if result.tower:

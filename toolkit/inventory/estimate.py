@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from toolkit import hub
 from toolkit.cache_group import most_step
@@ -30,6 +31,7 @@ from toolkit.units import size
 from toolkit.weights.formats import Packings
 from toolkit.weights.layout import (
     DENSE,
+    Kind,
     Layout,
     of_experts,
     on_device,
@@ -39,6 +41,7 @@ from toolkit.worker.startup.cache_problem import (
     CacheCounts,
     cache_problem,
     count_parts,
+    keeps_expanded,
     memory_problem,
 )
 
@@ -67,6 +70,7 @@ class Estimate:
     max_positions: int
     has_cache: bool
     lack: str | None  # why cache, swap space and tables are too large, if they are
+    expanded: int = 0  # bytes of weights of integers that are kept in 16 bits, too
     drafter: int = 0  # bytes of its weights, which `weights` contains
     tower: int = 0  # bytes of its weights, which `weights` contains
     pictures: int = 0  # bytes for encoded pictures
@@ -113,9 +117,11 @@ class Estimate:
             return 0
         if not self.has_cache:
             return self.max_positions
-        longest = self.layout.longest(self.num_blocks)
+        # Nothing is expanded where few requests of full length fit.
+        more = self.expanded // self.block_bytes if self.block_bytes else 0
+        longest = self.layout.longest(self.num_blocks + more)
         if longest > self.max_model_len and self.bytes_per_position:
-            room = self.cache + self.max_model_len * self.bytes_per_position
+            room = self.cache + self.expanded + self.max_model_len * self.bytes_per_position
             longest = bisect_left(range(longest), True, key=lambda n: self._taken(n + 1) > room)
         return min(self.max_positions or longest, longest)
 
@@ -208,7 +214,7 @@ def estimate(
         TYPE_BYTES[dtype],
         on_gpu=on_gpu,
         max_model_len=max_model_len,
-        num_layers=max(len(memory) for _, memory in stages),
+        num_layers=max(len(stage.memory) for stage in stages),
         num_groups=len(whole.groups),
         inputs=_inputs_of_layers(described),
         drafting=drafting,
@@ -223,8 +229,7 @@ def estimate(
         )
         tower = tower or sound
     if tower is not None:
-        first_weights, first_memory = stages[0]
-        stages[0] = first_weights + tower.weights, first_memory
+        stages[0] = stages[0].with_weights(tower.weights)
         step, table = step + tower.step, tower.table
     drafter_weights = drafts_spare = 0
     if drafting is not None and has_cache:
@@ -236,22 +241,50 @@ def estimate(
         blocks = (engine.scheduler.max_num_seqs + 1) * per_row
         spare_pages = -(-blocks // whole.groups[0].blocks_per_page)
         drafts_spare = spare_pages * whole.drafts.block_bytes
-        stages = [(weights + drafter_weights, memory) for weights, memory in stages]
+        stages = [stage.with_weights(drafter_weights) for stage in stages]
 
-    def parts_of(weights: int, memory: Sequence[Memory]) -> CacheCounts:
+    def layout_of(stage: _Stage) -> MemoryLayout:
+        return layout(stage.memory, drafter=drafts).with_groups_of(whole)
+
+    def parts_of(stage: _Stage) -> CacheCounts:
         if not has_cache:
             return CacheCounts(0, 0, 0, 0, 0)
-        own = layout(memory, drafter=drafts).with_groups_of(whole)
-        return _count_parts(engine, device, weights, step, drafts_spare + table, own, max_model_len)
+        own = layout_of(stage)
+        return _count_parts(engine, device, stage, step, drafts_spare + table, own, max_model_len)
+
+    def keeps(stage: _Stage) -> bool:
+        # As `worker.startup.expansion` decides.
+        return (
+            has_cache
+            and on_gpu
+            and keeps_expanded(
+                engine.cache,
+                layout_of(stage),
+                room=_room_on_gpu(engine, device, stage, step + drafts_spare + table),
+                nbytes=stage.expanded,
+                max_num_seqs=engine.scheduler.max_num_seqs,
+                max_model_len=max_model_len,
+                max_num_batched_tokens=step_tokens(engine, on_gpu=on_gpu),
+            )
+        )
+
+    if not all(map(keeps, stages)):
+        stages = [stage._replace(expanded=0) for stage in stages]
 
     # The tightest stage: one whose weights do not fit, else the one with the fewest blocks.
     least = step if on_gpu else CPU_RUNTIME
-    weights, memory = min(
-        stages, key=lambda stage: (stage[0] + least <= device.free, parts_of(*stage)[0], -stage[0])
+    tightest = min(
+        stages,
+        key=lambda stage: (
+            stage.weights + least <= device.free,
+            parts_of(stage).blocks,
+            -stage.weights,
+        ),
     )
-    counts = parts_of(weights, memory)
+    weights = tightest.weights
+    counts = parts_of(tightest)
     num_blocks, num_host_blocks, num_requests, num_snapshots, num_host_slots = counts
-    own = layout(memory, drafter=drafts).with_groups_of(whole)
+    own = layout_of(tightest)
     block_bytes = own.block_bytes
     return Estimate(
         device=device,
@@ -281,6 +314,7 @@ def estimate(
             swap=num_host_blocks * block_bytes + num_host_slots * own.row_bytes,
             tables=0 if on_gpu else steps.rows,
         ),
+        expanded=tightest.expanded,
         drafter=drafter_weights,
         tower=0 if tower is None else tower.weights,
         pictures=table,
@@ -295,22 +329,35 @@ def _inputs_of_layers(described: Decoder | Encoder | External) -> int:
     return 0 if inputs is None else inputs.size * described.num_layers
 
 
+class _Stage(NamedTuple):
+    """A pipeline stage of one rank."""
+
+    weights: int  # bytes without padding
+    expanded: int  # bytes of those that a GPU may keep in 16 bits, too
+    memory: Sequence[Memory]  # of its layers
+
+    def with_weights(self, nbytes: int) -> "_Stage":
+        return self._replace(weights=self.weights + nbytes)
+
+
 def _stages(
     checkpoint: Checkpoint, engine: EngineConfig, dtype: str, device: Device
-) -> list[tuple[int, Sequence[Memory]]]:
-    """Return (bytes of one rank's weights without padding, layers' memory) of each stage."""
+) -> list[_Stage]:
+    """Return the pipeline stages."""
     count, described = engine.parallel.pipeline_parallel_size, checkpoint.description
     is_tied = bool(checkpoint.config.tie_word_embeddings)
     plain = dataclasses.replace(engine, lora=LoRAConfig())
     nbytes, base_nbytes = (
         _tensor_bytes(checkpoint.packings, is_tied, one, dtype, device) for one in (engine, plain)
     )
+    expanded = _expanded_bytes(checkpoint.packings, engine, dtype, device)
     parameters = list(checkpoint.parameters)
     heads = [one for one in parameters if one.kind == ("embedding" if is_tied else "head")]
     if count == 1:
         # A tied head has no weight, but slots of its own.
         slots = sum(nbytes(head) - base_nbytes(head) for head in heads if is_tied)
-        return [(sum(map(nbytes, parameters)) + slots, described.memory)]
+        total = sum(map(nbytes, parameters)) + slots
+        return [_Stage(total, sum(map(expanded, parameters)), described.memory)]
     if not isinstance(described, Decoder):
         kind = "models that run through Transformers" if described.memory else "encoders"
         raise ConfigError(
@@ -319,14 +366,17 @@ def _stages(
         )
     layers = described.num_layers
     layer_bytes, first, last, each = dict.fromkeys(range(layers), 0), 0, 0, 0
+    layer_expanded, each_expanded = dict.fromkeys(range(layers), 0), 0
     (head,) = heads
     inputs = described.layer_inputs
     of_inputs = [] if inputs is None else list(inputs.parameters(layers, described.hidden_size))
     for parameter in parameters:
         if parameter.layer is not None:
             layer_bytes[parameter.layer] += nbytes(parameter)
+            layer_expanded[parameter.layer] += expanded(parameter)
         elif parameter in of_inputs or (of_inputs and parameter.kind == "embedding"):
             each += nbytes(parameter)
+            each_expanded += expanded(parameter)
         elif parameter.kind in ("embedding", "positions"):
             first += nbytes(parameter)
         else:
@@ -340,8 +390,9 @@ def _stages(
     weights = [each + sum(layer_bytes[index] for index in stage) for stage in stages]
     weights[0] += first
     weights[-1] += last
+    in_16_bits = [each_expanded + sum(layer_expanded[index] for index in stage) for stage in stages]
     memory = [memory_of(described.layers[index] for index in stage) for stage in stages]
-    return list(zip(weights, memory, strict=True))
+    return list(map(_Stage, weights, in_16_bits, memory))
 
 
 def _tensor_bytes(
@@ -357,6 +408,28 @@ def _tensor_bytes(
         rank, ends = _slot_size(engine)
         slot_bytes = engine.lora.max_loras * -(-rank // RANK_BLOCK) * RANK_BLOCK * TYPE_BYTES[dtype]
         adapted += ["head", "embedding"] if ends else []
+
+    layout = _layouts(packings, quantization, tables, dtype, device)
+
+    def nbytes(parameter: Parameter) -> int:
+        if parameter.kind not in ("linear", "expert", "head", "embedding", "table"):
+            return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
+        rows, columns = parameter.size // parameter.columns, parameter.columns
+        stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)
+        slots = slot_bytes * (rows + columns) if parameter.kind in adapted else 0
+        return -(-stored // num_ranks) + slots
+
+    return nbytes
+
+
+def _layouts(
+    packings: Packings | None,
+    quantization: str | None,
+    tables: Sequence[str],
+    dtype: str,
+    device: Device,
+) -> Callable[[Parameter], Layout]:
+    """Return a function for the layout of a tensor. `tables`: kinds that are quantized on a CPU."""
 
     def layout(parameter: Parameter) -> Layout:
         name, columns = parameter.name.removesuffix(".weight"), parameter.columns
@@ -374,13 +447,22 @@ def _tensor_bytes(
             return while_loading("int8", columns)
         return DENSE
 
+    return layout
+
+
+def _expanded_bytes(
+    packings: Packings | None, engine: EngineConfig, dtype: str, device: Device
+) -> Callable[[Parameter], int]:
+    """Return a function for the bytes of one rank's part of a tensor of integers in 16 bits."""
+    layout = _layouts(packings, engine.model.quantization, (), dtype, device)
+
     def nbytes(parameter: Parameter) -> int:
-        if parameter.kind not in ("linear", "expert", "head", "embedding", "table"):
-            return parameter.size * TYPE_BYTES["float32" if parameter.is_float32 else dtype]
-        rows, columns = parameter.size // parameter.columns, parameter.columns
-        stored = layout(parameter).nbytes(rows, columns, TYPE_BYTES[dtype], on_gpu=is_grouped)
-        slots = slot_bytes * (rows + columns) if parameter.kind in adapted else 0
-        return -(-stored // num_ranks) + slots
+        if device.kind != "cuda" or dtype == "float32" or parameter.kind != "linear":
+            return 0
+        found = layout(parameter)
+        if found.kind is not Kind.INTEGERS or found.stored_group(parameter.columns) is None:
+            return 0
+        return -(-parameter.size * TYPE_BYTES[dtype] // engine.parallel.tensor_parallel_size)
 
     return nbytes
 
@@ -432,7 +514,7 @@ def _is_measured(engine: EngineConfig, device: Device) -> bool:
 def _count_parts(
     engine: EngineConfig,
     device: Device,
-    weights: int,
+    stage: _Stage,
     step: int,
     spare: int,
     layout: MemoryLayout,
@@ -440,10 +522,9 @@ def _count_parts(
 ) -> CacheCounts:
     cache = engine.cache
     if device.kind == "cuda":
-        used = device.total - device.free
-        room = int(device.total * cache.gpu_memory_utilization) - used - weights - step - spare
+        room = _room_on_gpu(engine, device, stage, step + spare) - stage.expanded
     else:
-        room = int(max(0, device.free - weights - CPU_RUNTIME) * CPU_CACHE_SHARE) - spare
+        room = int(max(0, device.free - stage.weights - CPU_RUNTIME) * CPU_CACHE_SHARE) - spare
     return count_parts(
         cache,
         layout,
@@ -452,6 +533,12 @@ def _count_parts(
         max_model_len=max_model_len,
         on_gpu=device.kind == "cuda",
     )
+
+
+def _room_on_gpu(engine: EngineConfig, device: Device, stage: _Stage, others: int) -> int:
+    """Return the bytes for a cache and what is expanded. `others`: bytes next to weights."""
+    usable = int(device.total * engine.cache.gpu_memory_utilization)
+    return usable - (device.total - device.free) - stage.weights - others
 
 
 def _find_lack(

@@ -17,8 +17,9 @@ from toolkit.attention import (
 )
 from toolkit.attention.packed import PackedBatch
 from toolkit.distributed import SINGLE_STAGE, Stage
-from toolkit.layers import OutputHead
+from toolkit.layers import Linear, OutputHead
 from toolkit.models.memory import Memory, TokenMemory
+from toolkit.weights.kinds.grouped import GroupedWeight
 from toolkit.weights.slots import JoinedSlot, Slot, Slots, joined_slot
 from toolkit.weights.weight import Stored
 
@@ -76,6 +77,19 @@ class WeightModule(nn.Module):
             else sum(p.nbytes for p in module.parameters(recurse=False))
             for module in self.modules()
         )
+
+    def expandable(self) -> list[GroupedWeight]:
+        """Return the weights of integers of layers' products.
+
+        Not those of experts, which have kernels of their own, and of the head, which has a row for
+        each request alone."""
+        linears = [
+            module
+            for module in self.modules()
+            if isinstance(module, Linear) and not isinstance(module, OutputHead)
+        ]
+        parts = {part: None for linear in linears for part in linear.weight.modules()}
+        return [part for part in parts if isinstance(part, GroupedWeight)]
 
 
 class Model(WeightModule, abc.ABC):

@@ -63,6 +63,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     num_parameters: int
     weight_bytes: int
     cache_bytes: int
+    expanded_weight_bytes: int = 0  # of weights of integers that are kept in 16 bits, too
     async_scheduling: bool
     world_size: int = 1  # ranks that share the model. Sizes are those of one rank
     model_parameters: int = 0  # parameters of the unsharded model

@@ -33,7 +33,7 @@ from toolkit.worker.info import Report, WorkerInfo
 from toolkit.worker.operations import LoadAdapter, Operation, UnloadAdapter
 from toolkit.worker.pending import PendingOutput
 from toolkit.worker.runner import Runner
-from toolkit.worker.startup import cache_sizing
+from toolkit.worker.startup import cache_sizing, expansion
 from toolkit.worker.startup.cache_problem import describe_memory
 from toolkit.worker.startup.cache_sizing import CacheSize
 from toolkit.worker.startup.checks import find_loaders
@@ -206,6 +206,7 @@ class Worker:
         """Make the runner, with a cache of as many blocks as there is room for."""
         backend, layout = factory.backends.name, factory.layout
         room: int | None
+        expanded = 0
         if cache_sizing.is_measured(setup):
             with setup.explain_lack_for_steps():
                 # The contents of the only cache block and of the only state do not matter.
@@ -215,6 +216,8 @@ class Worker:
                 room = cache_sizing.measure_room(setup, self.runner, info, wait_for_weights)
                 del self.runner
                 empty_cache()
+                expanded = expansion.keep_expanded(setup, loaded.model, layout, room)
+                room -= expanded
         else:
             wait_for_weights()
             room = None
@@ -233,6 +236,7 @@ class Worker:
         if waits:
             logger.warning("the model's code waits for the GPU: it runs without CUDA graphs")
         self.info = describe_worker(setup, loaded, backend, size, layout)
+        self.info.expanded_weight_bytes = expanded
         overridden = self.config.cache.num_gpu_blocks_override is not None
         if overridden and (kernels := setup.place.triton) is not None:
             with setup.explain_lack_for_steps():

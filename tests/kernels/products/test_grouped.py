@@ -189,6 +189,14 @@ def test_warm_up_has_a_step_for_each_kernel(grouped, grouped_layout, shape):
     assert {kernel(tokens) for tokens in range(1, products.GROUPED_TOKENS + 1)} <= warm
 
 
+def test_weights_in_16_bits_are_kept_if_warm_up_uses_them():
+    """Warm-up has steps of the most tokens, and compiles before they are kept."""
+    from toolkit.kernels import products
+    from toolkit.worker.startup.cache_problem import EXPANDED_TOKENS
+
+    assert EXPANDED_TOKENS >= products.GROUPED_TOKENS
+
+
 def test_wrong_inputs_are_refused(grouped, grouped_layout, device):
     weight, _ = make(grouped_layout, Format(4, 128), 16, 256, device)
     x = torch.zeros(2, 256, dtype=torch.bfloat16, device=device)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
+from toolkit.config import CacheConfig
 from toolkit.distributed import full_shard
+from toolkit.layers import Linear, OutputHead
+from toolkit.models.memory import MemoryLayout, TokenMemory
+from toolkit.models.model import WeightModule
 from toolkit.weights.groups import Groups, pack_nibbles
 from toolkit.weights.kinds.integers import IntegerWeight
+from toolkit.weights.kinds.parted import PartedWeight
 from toolkit.weights.layout import Kind, Layout, while_loading
+from toolkit.weights.source import Source
 from toolkit.weights.weight import Epilogue, Weight
+from toolkit.worker.startup import expansion
 
 ROWS, COLUMNS = 64, 256
 LAYOUTS = {
@@ -81,6 +91,73 @@ def test_products_are_those_of_the_plain_layout(new_weight, layout, tokens):
     fill(plain, stored)
     expected = plain.product(x.float(), Epilogue(bias.float(), "silu", gated=True))
     assert (y.float() - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.on_cpu("int4 with offsets", "int4 in another order")
+@each
+def test_expanded_weight_multiplies_many_rows(new_weight, layout, monkeypatch):
+    from toolkit.kernels import products
+    from toolkit.kernels.triton.products import grouped
+
+    monkeypatch.setattr(products, "most_grouped_tokens", lambda device: 64)  # as on Hopper
+    weight, stored = new_weight(layout), decoded(layout)
+    fill(weight, stored)
+    x, end = torch.randn(65, COLUMNS), Epilogue(torch.randn(ROWS), "silu", gated=True)
+    few, many = weight.product(x[:64], end), weight.product(x, end)
+    weight.keep_expanded()
+    assert weight.expanded_bytes == weight.expanded.nbytes == 2 * ROWS * COLUMNS
+    assert weight.nbytes == layout.nbytes(ROWS, COLUMNS, 2, on_gpu=True)
+    assert torch.equal(weight.product(x[:64], end), few)
+    monkeypatch.setattr(grouped, "linear", None)  # what multiplied as many rows before
+    torch.testing.assert_close(weight.product(x, end), many, rtol=0.02, atol=0.02 * many.std())
+
+
+def test_weights_of_products_are_kept_expanded_if_there_is_room(new_weight):
+    """Those of experts, which have other kernels, and of the head are not."""
+    own, part, of_head, of_experts = (new_weight(LAYOUTS["int4"]) for _ in range(4))
+    for weight in (own, part, of_head, of_experts):
+        weight.fill_randomly(torch.Generator(own.values.device).manual_seed(0))
+    product, parted = (Linear(COLUMNS, ROWS, Source(name), bias=False) for name in "ab")
+    head = OutputHead(COLUMNS, ROWS)
+    adapted = nn.Module()  # a weight with adapters has one without them
+    adapted.base = own
+    product.weight, head.weight = adapted, of_head
+    parted.weight = PartedWeight([part, parted.weight])
+    model = WeightModule()
+    model.parts = nn.ModuleList([product, parted, head, nn.ModuleList([of_experts])])
+
+    def keep(
+        room: int, length: int = 160, others: int = 1, budget: int = 257, **cache: float
+    ) -> int:
+        """others: least answer of other ranks; budget: most tokens of a step."""
+        world = SimpleNamespace(minimum=lambda own: min(own, others))
+        config = SimpleNamespace(cache=CacheConfig(**cache))
+        place = SimpleNamespace(world=world)
+        setup = SimpleNamespace(
+            config=config,
+            place=place,
+            max_num_seqs=4,
+            max_model_len=length,
+            token_budget=budget,
+        )
+        layers = [TokenMemory.of_keys(1, 64, 0)]
+        layout = MemoryLayout.of(layers, 16, 2, 2).with_groups(length, 64)
+        return expansion.keep_expanded(setup, model, layout, room)
+
+    nbytes = 2 * 2 * ROWS * COLUMNS
+    assert keep(8 * nbytes - 1) == 0
+    assert keep(8 * nbytes, kv_cache_memory=1) == 0
+    assert keep(8 * nbytes, others=0) == 0
+    assert keep(8 * nbytes, budget=256) == 0
+    assert keep(8 * nbytes, length=64) == 0  # a step has no more than four requests
+    token_bytes = 2 * 64 * 2
+    assert keep(8 * nbytes, length=7 * nbytes // token_bytes // 4 + 16) == 0
+    assert own.expanded is None
+    assert keep(8 * nbytes) == nbytes
+    assert of_experts.expanded is None
+    assert of_head.expanded is None
+    assert own.expanded is not None
+    torch.testing.assert_close(part.expanded.float(), part.dequantize(), rtol=2**-7, atol=0)
 
 
 @each

@@ -76,6 +76,8 @@ class GroupedWeight(QuantizingWeight, StackableWeight):
         self.values = parameter(grouped.values)
         self.scales = parameter(grouped.scales)
         self.offsets = None if grouped.offsets is None else parameter(grouped.offsets)
+        self.expanded: torch.Tensor | None = None
+        """The weight in the type of the model, if it is kept for products of many rows."""
         columns = self.shape[1]
         # Steps may run before the weight is loaded.
         self.order = (
@@ -86,13 +88,25 @@ class GroupedWeight(QuantizingWeight, StackableWeight):
     def nbytes(self) -> int:
         return self.grouped.nbytes + (0 if self.order is None else self.order.nbytes)
 
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes that `keep_expanded` takes."""
+        rows, columns = self.shape
+        return rows * columns * self.dtype.itemsize
+
+    def keep_expanded(self) -> None:
+        """Keep the weight in the type of the model, too. Called once, after loading."""
+        self.expanded = self._kernels.expand_groups(self.grouped, self.dtype)
+
     def product(self, x: Rows, epilogue: Epilogue) -> torch.Tensor:
         assert not isinstance(x, reference.Rounded), "see reads_rounded"
         bias, activation, gated, _, out, factors = epilogue
         if self.order is not None:
             assert isinstance(x, torch.Tensor), "see fuses_norm"
             x = x.index_select(1, self.order)
-        return self._kernels.grouped_product(x, self.grouped, bias, activation, gated, out, factors)
+        return self._kernels.grouped_product(
+            x, self.grouped, bias, activation, gated, out, factors, self.expanded
+        )
 
     def stack(self, count: int) -> reference.Stack:
         assert self.order is None, "see quantization.new_stack"

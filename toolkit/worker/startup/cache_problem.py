@@ -15,6 +15,11 @@ REQUEST_SHARE = 0.5
 small for --max-num-seqs, requests take the slots of snapshots, and then wait; preempted ones
 without a slot on the host are recomputed."""
 
+EXPANDED_SHARE = 0.125
+"""Largest share of the room for a cache that weights of integers may take in 16 bits, too."""
+EXPANDED_REQUESTS = 4  # of full length that must fit next to them
+EXPANDED_TOKENS = 256  # from more than so many in a step on, all GPUs use them
+
 
 class CacheCounts(NamedTuple):
     """Parts of a cache. A block is a page, if layers are in several groups."""
@@ -74,6 +79,35 @@ def count_parts(
         for_states = int(blocks * block_bytes * STATE_SHARE / (1 - STATE_SHARE))
     snapshots = min(for_states // layout.row_bytes, most_snapshots)
     return CacheCounts(blocks, host, requests, snapshots, host_slots)
+
+
+def keeps_expanded(
+    config: CacheConfig,
+    layout: MemoryLayout,
+    *,
+    room: int,
+    nbytes: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+) -> bool:
+    """Return whether a GPU keeps weights of integers in 16 bits, too: so many bytes.
+
+    Not if a size of the cache is given, or if steps are small. `room`: bytes for weights and
+    cache."""
+    is_given = config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None
+    most_tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
+    if is_given or most_tokens <= EXPANDED_TOKENS or nbytes > room * EXPANDED_SHARE:
+        return False
+    blocks = count_parts(
+        config,
+        layout,
+        room=room - nbytes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        on_gpu=True,
+    ).blocks
+    return not layout.block_bytes or blocks >= EXPANDED_REQUESTS * layout.pages_of(max_model_len)
 
 
 def table_bytes(
