@@ -404,7 +404,7 @@ def test_a_steps_work_is_computed(checkpoint):
     work = []
     observe = core.stats
     core.stats = lambda step=None, num_sampled=0: (
-        work.append(step and core._work_of(step)) or observe(step, num_sampled)
+        work.append(step and core._work_of(step, step.total_tokens)) or observe(step, num_sampled)
     )
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)

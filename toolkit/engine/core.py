@@ -464,12 +464,14 @@ class EngineCore:
                 stats.adapters = self._told_adapters = adapters
         if step is not None:
             stats.num_tokens, stats.num_sampled = step.total_tokens, num_sampled
-            stats.work = self._work_of(step)
+            stats.work = self._work_of(step, stats.num_tokens)
         return stats
 
-    def _work_of(self, step: SchedulerOutput) -> tuple[float, float, float]:
-        """Return (operations, bytes read, bytes written), each a lower bound."""
-        info, total = self.executor.info, step.total_tokens
+    def _work_of(self, step: SchedulerOutput, total: int) -> tuple[float, float, float]:
+        """Return (operations, bytes read, bytes written) of a step with `total` tokens.
+
+        Each is a lower bound."""
+        info = self.info
         keys = int(step.num_computed.sum()) + total
         pairs = keys  # (query, key) pairs
         if total > len(step.rows):

@@ -11,6 +11,9 @@ from toolkit.sequence import SequenceSpec
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
+_NONE = np.empty(0, np.int32)
+_NO_PAIRS, _NO_TRIPLES, _NO_INDICES = _NONE.reshape(0, 2), _NONE.reshape(0, 3), np.empty(0, np.intp)
+
 
 def record_length(k: int) -> int:
     """Return the numbers in a record of log-probabilities with k likeliest tokens.
@@ -73,7 +76,7 @@ class SchedulerOutput:
     num_tokens: IntArray
     num_computed: IntArray
     samples: npt.NDArray[np.bool_]
-    num_drafts: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    num_drafts: IntArray = field(default_factory=lambda: _NONE)
     """Number of each request's last tokens that are drafts. Empty: none are.
 
     A request that samples computes all its tokens up to the newest, and drafts after it: one token
@@ -81,14 +84,14 @@ class SchedulerOutput:
     knows, minus the tokens that are no drafts; `num_computed` is not less, and more if drafts in
     flight are not accepted."""
     new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    new_blocks: IntArray = field(default_factory=lambda: _NO_TRIPLES)
     """[num_new, 3]: row, column of its block table (`cache_group.first_columns`), page. For rows
     that had pages before."""
-    state_reads: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    state_reads: IntArray = field(default_factory=lambda: _NONE)
     """State slot that each request reads (`scheduler.states`). Empty: the model has no states."""
-    state_writes: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    state_writes: IntArray = field(default_factory=lambda: _NONE)
     """State slot that each request writes, mostly the same."""
-    state_keeps: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    state_keeps: IntArray = field(default_factory=lambda: _NO_PAIRS)
     """[n, 2]: for each request, a slot where its state is written, too, if the step brings it to so
     many tokens; -1: none."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -99,12 +102,12 @@ class SchedulerOutput:
     """Loads of the devices before the step."""
     prompt_logprobs: list[int] = field(default_factory=list)
     """Indices into `rows` of requests that report their prompt positions in this step."""
-    constrained: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    constrained: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_INDICES)
     """Indices into `rows`, rising, of requests whose next token a grammar constrains. With any of
     them, the step samples when their masks arrive (`Pending.constrain`)."""
     drafts: bool = True
     """False: no request needs drafts after it, since the next step would verify none."""
-    known_tokens: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    known_tokens: IntArray = field(default_factory=lambda: _NO_TRIPLES)
     """[n, 3]: row, position, token. The newest tokens and the drafts of requests that sample, for
     pipeline stages that do not sample themselves. Empty where the device knows them."""
 
@@ -130,7 +133,7 @@ class SchedulerOutput:
         self, requests: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return (request, point) of the points of some requests: arrays [num_points]."""
-        firsts, which = self.first_points, np.flatnonzero(requests)
+        firsts, which = self.first_points, requests.nonzero()[0]
         counts = np.diff(firsts)[which]
         nth = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
         return np.repeat(which, counts), np.repeat(firsts[which], counts) + nth

@@ -462,7 +462,6 @@ class Planner:
             samples=part.samples,
             num_drafts=_NONE if part.num_drafts is None else part.num_drafts,
             new_rows=step.new_rows,
-            new_blocks=np.array(step.new_blocks, np.int32).reshape(-1, 3),
             swap_out=step.swap_out,
             swap_in=step.swap_in,
             state_swap_out=step.state_swap_out,
@@ -470,6 +469,8 @@ class Planner:
             loads=step.loads,
             prompt_logprobs=step.prompt_logprobs,
         )
+        if step.new_blocks:
+            output.new_blocks = np.array(step.new_blocks, np.int32).reshape(-1, 3)
         if self._states is not None:
             output.state_writes = rows.state_slots.take(part.rows)
             output.state_reads = output.state_writes.copy()
@@ -483,7 +484,7 @@ class Planner:
             rows.has_drafted[part.rows] = output.drafts
         if self._limits.num_stages > 1:
             output.known_tokens = rows.known_tokens(part.rows[part.samples], output.num_sampled - 1)
-        if rows.constrained.any():
+        if np.count_nonzero(rows.constrained):
             output.constrained = np.flatnonzero(rows.constrained.take(part.rows) & part.samples)
         self._num_steps += 1
         admitted = part.requests[len(part.requests) - len(step.new_rows) :]

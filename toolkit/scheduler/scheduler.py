@@ -248,7 +248,7 @@ class Scheduler:
         step = self.planner.in_flight.pop(output.step, None)
         if step is None:  # dropped after a failure
             return StepResults(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
-        which = np.flatnonzero(output.samples)
+        which = output.samples.nonzero()[0]
         results = self._appender.append(step, which, output, result)
         suspect = self._suspects.current
         if suspect is None:

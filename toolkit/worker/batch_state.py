@@ -104,8 +104,11 @@ class BatchState:
         if active is not None:
             # Kernels are compiled for adapters' buffers that begin at 16 bytes.
             sizes += [-sum(sizes) % 4, -(-num_rows // 4) * 4, 2 + active.num_slots]
-        self._ends = np.cumsum(sizes)
-        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        ends = np.cumsum(sizes).tolist()
+        self._parts = [slice(end - count, end) for count, end in zip(sizes, ends, strict=True)]
+        """Slices of the numbers that a step sends."""
+        self._padding = self._without_requests(ends[-1])
+        self._packed = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         split = torch.split(self._packed, sizes)
         self._rows, self._query_start_loc, self._seq_lens, self._sample_positions = split[:4]
         self._order, self.later = split[4:6]
@@ -239,24 +242,29 @@ class BatchState:
             int(block_runs[:, 3].max()),
         )
 
+    def _without_requests(self, num_numbers: int) -> IntArray:
+        """Return the numbers of a step without requests."""
+        packed = np.zeros(num_numbers, np.int32)
+        rows, _, _, samples, order, again, *others = [packed[part] for part in self._parts]
+        rows[:], samples[:], again[:] = self._num_reqs, -1, -1
+        order[:] = np.arange(self._num_reqs)
+        if self._num_state_slots:
+            reads, writes, keeps, *_ = others[2 * self.verifies :]
+            reads[:], writes[:], keeps[:] = self._num_state_slots, self._num_state_slots, -1
+        return packed
+
     def send(self, step: SchedulerOutput, later: npt.NDArray[np.bool_] | None = None) -> None:
         """Send a step's numbers to the device, padded to all requests.
 
         later: which requests sample after the step's graph; None: none does."""
-        n, size = len(step.rows), self._num_reqs
-        packed = np.empty(self._ends[-1], np.int32)
-        rows, starts, lens, samples, order, again, *others = np.split(packed, self._ends[:-1])
-        rows[:n], rows[n:] = step.rows, size
-        starts[0] = 0
-        np.cumsum(step.num_tokens, out=starts[1 : n + 1])
+        n, packed = len(step.rows), self._padding.copy()
+        rows, starts, lens, samples, order, again, *others = [packed[one] for one in self._parts]
+        rows[:n] = step.rows
+        step.num_tokens.cumsum(out=starts[1 : n + 1])
         starts[n + 1 :] = starts[n]
         np.add(step.num_computed, step.num_tokens, out=lens[:n])
-        lens[n:] = 0
         samples[:n] = np.where(step.samples, lens[:n], -1)
-        samples[n:] = -1
-        order[:n] = np.argsort(-lens[:n])
-        order[n:] = np.arange(n, size)
-        again[:] = -1
+        order[:n] = (-lens[:n]).argsort()
         if later is not None:
             _, points = step.points_of(later)
             again[: len(points)] = points
@@ -265,17 +273,14 @@ class BatchState:
             ends[:n] = np.where(step.samples, SAMPLES, lens[:n])
             if later is not None:
                 ends[:n][later] = LATER
-            ends[n:] = 0
             firsts[: n + 1] = step.first_points
             firsts[n + 1 :] = firsts[n]
         if self._num_state_slots:
             reads, writes, keeps, kept, *own = others[2 * self.verifies :][: len(self._states)]
-            reads[n:] = writes[n:] = self._num_state_slots
-            keeps[n:], kept[n:] = -1, 0
             reads[:n], writes[:n] = step.state_reads, step.state_writes
             keeps[:n], kept[:n] = step.state_keeps.T
             for counts in own:
-                counts[:n], counts[n:] = step.num_own_tokens, 0
+                counts[:n] = step.num_own_tokens
         if self.active is not None:
             index, used = others[-2:]
             self.active.pack(self.adapters[step.rows], index, used)

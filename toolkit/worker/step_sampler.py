@@ -123,7 +123,7 @@ class StepSampler:
             assert logits is not None
             self._sample_again(step, logits, later, masks)
         tokens = self._sampled[: firsts[-1]]
-        which = np.flatnonzero(step.samples)
+        which = step.samples.nonzero()[0]
         failures = sampling.processors.take_failures(step.rows[which])
         records = None if logits is None else self._logprobs(step, logits, tokens)
         counts = self._state.counts[: len(step.rows)] if self._state.verifies else None
