@@ -212,12 +212,19 @@ def test_runs_are_deterministic(plan):
     assert run(plan).trace == run(again).trace
 
 
+def without_pages(step: tuple) -> tuple:
+    """Return a step of a trace with the number of swapped pages in place of the pages."""
+    rows, num_tokens, num_computed, swap_out, swap_in, *others = step
+    return rows, num_tokens, num_computed, len(swap_out), len(swap_in), *others
+
+
 @given(plan=plans(failing=True))
 @thorough
 def test_batch_scheduling_equals_single_scheduling(plan):
     """Holds without prefix caching: singly scheduled requests can find blocks of others earlier.
 
-    Nor do groups free windows, which singly scheduled requests do in each step.
+    Nor do groups free windows, which singly scheduled requests do in each step. Which pages a
+    request has may differ: those for drafts come after all others.
     """
     assume(not any(group.frees for group in plan.groups))
     plan.caching = False
@@ -226,7 +233,8 @@ def test_batch_scheduling_equals_single_scheduling(plan):
         request.cacheable = False
     again = copy.deepcopy(plan)
     again.schedules_singly = True
-    assert run(plan).trace == run(again).trace
+    together, singly = ([without_pages(step) for step in run(one).trace] for one in (plan, again))
+    assert together == singly
 
 
 def test_an_answer_that_grows_by_several_blocks_at_once_is_kept():
